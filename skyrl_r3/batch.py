@@ -1,0 +1,153 @@
+"""Routes of a batch -> the training tensor and its padding mask.
+
+The tensor is ``[batch, tokens, layers, topk]``, left-padded as SkyRL lays out sequences, in the smallest dtype that
+holds the batch. Every row is written once, straight into the final buffer.
+
+Rows without a captured route (left padding, the last sampled token, a synthetic end-of-sequence token) hold topk
+*distinct* ids: a top-k router never picks one expert twice, and repeated ids make the token counts of an all-to-all
+dispatch come out short. Their ids walk through all experts seen in the batch instead of repeating ``0..topk-1``,
+which would send every padding token to the rank that holds the first experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from skyrl_r3.codec import DTYPES, smallest_dtype
+from skyrl_r3.errors import RouteError, describe
+from skyrl_r3.routes import RoutedExperts
+
+if TYPE_CHECKING:
+    import torch
+
+_FIELD = "rollout_expert_indices"
+
+
+def pad_routes(
+    routes: Sequence[RoutedExperts | np.ndarray | None],
+    sequences: torch.Tensor,
+    lengths: Sequence[int],
+    trained: Sequence[bool],
+) -> torch.Tensor | None:
+    """Lay the routes of a batch out as the training tensor.
+
+    Args:
+        routes: Per sample, rows ``[rows, layers, topk]`` of its leading tokens. :class:`RoutedExperts` are checked
+            against the sample's tokens; a plain array, which names no tokens, is only checked for what it holds.
+        sequences: Token ids ``[batch, tokens]``, left-padded.
+        lengths: Per sample, its number of tokens, prompt and response.
+        trained: Per sample, whether any of its tokens counts in the loss. One that does must have routes.
+
+    Returns:
+        ids ``[batch, tokens, layers, topk]`` (uint8, int16 or int32), or None where no sample has a route and none
+        is trained on.
+
+    Raises:
+        RouteError: Names the sample: not an array, another dtype or [layers, topk] than the batch, no rows, more rows
+            than tokens, or rows that were captured for other tokens.
+    """
+    import torch
+
+    arrays = [_checked_array(entry, i) for i, entry in enumerate(routes)]
+    for i, (ids, length) in enumerate(zip(arrays, lengths, strict=True)):
+        if ids is None:
+            if trained[i]:
+                raise RouteError(f"{_FIELD}[{i}]", expected="captured routes", got="none", where=_sample(i))
+        elif len(ids) > length:
+            raise RouteError(f"{_FIELD}[{i}]", expected=f"at most {length} rows", got=f"{len(ids)}", where=_sample(i))
+    captured = [ids for ids in arrays if ids is not None]
+    if not captured:
+        return None
+    _check_one_shape(arrays, captured[0].shape[1:])
+
+    batch, tokens = sequences.shape
+    layers, topk = captured[0].shape[1:]
+    num_seen = max(int(max(ids.max(initial=0) for ids in captured)) + 1, topk)
+    dtype = smallest_dtype(num_seen - 1)
+    tensor = torch.empty((batch, tokens, layers, topk), dtype=getattr(torch, dtype.name))
+    out = tensor.numpy()
+    sequence_ids = sequences.numpy()
+    filled = 0
+    for i, (ids, entry, length) in enumerate(zip(arrays, routes, lengths, strict=True)):
+        start = tokens - length
+        end = start if ids is None else start + len(ids)
+        if ids is not None:
+            if isinstance(entry, RoutedExperts):
+                _check_tokens(entry, sequence_ids[i, start:], i)
+            out[i, start:end] = ids
+        for gap in (out[i, :start], out[i, end:]):
+            gap[:] = _distinct_ids(filled, len(gap), topk, num_seen).astype(dtype)
+            filled += len(gap)
+    return tensor
+
+
+def router_padding_mask(rows: Sequence[int], lengths: Sequence[int], tokens: int) -> torch.Tensor:
+    """Which rows of the training tensor are not captured routes.
+
+    The name and meaning are those of SkyRL 0.4.0's batch entry.
+
+    Args:
+        rows: Per sample, its number of captured rows.
+        lengths: Per sample, its number of tokens, prompt and response.
+        tokens: Length of the left-padded sequences.
+
+    Returns:
+        bool ``[batch, tokens]``, True where there is no captured route.
+    """
+    import torch
+
+    starts = tokens - torch.tensor(list(lengths)).unsqueeze(1)
+    position = torch.arange(tokens).unsqueeze(0)
+    return (position < starts) | (position >= starts + torch.tensor(list(rows)).unsqueeze(1))
+
+
+def _sample(index: int) -> str:
+    return f"sample {index}"
+
+
+def _checked_array(entry: object, index: int) -> np.ndarray | None:
+    """The ids of one sample, or None where nothing was captured."""
+    if entry is None or (isinstance(entry, RoutedExperts) and not len(entry)):
+        return None
+    if isinstance(entry, RoutedExperts):
+        return entry.ids
+    field, where = f"{_FIELD}[{index}]", _sample(index)
+    if not isinstance(entry, np.ndarray) or entry.ndim != 3 or not len(entry):
+        raise RouteError(field, expected="an array [rows, layers, topk]", got=describe(entry), where=where)
+    if entry.dtype not in DTYPES.values():
+        raise RouteError(f"{field}.dtype", expected=f"one of {', '.join(DTYPES)}", got=entry.dtype.str, where=where)
+    if int(entry.min(initial=0)) < 0:
+        raise RouteError(field, expected="ids of 0 or more", got=str(int(entry.min())), where=where)
+    return entry
+
+
+def _check_one_shape(arrays: Sequence[np.ndarray | None], shape: tuple[int, ...]) -> None:
+    for i, ids in enumerate(arrays):
+        if ids is not None and ids.shape[1:] != shape:
+            raise RouteError(
+                f"{_FIELD}[{i}].shape",
+                expected=f"[layers, topk] = {list(shape)} as in the rest of the batch",
+                got=str(list(ids.shape[1:])),
+                where=_sample(i),
+            )
+
+
+def _check_tokens(entry: RoutedExperts, token_ids: np.ndarray, index: int) -> None:
+    same = entry.common_prefix(token_ids)
+    if same < len(entry):
+        raise RouteError(
+            f"{_FIELD}[{index}]",
+            expected=f"the route of token {int(token_ids[same])} in row {same}",
+            got=f"that of token {int(entry.token_ids[same])}",
+            where=_sample(index),
+            hint="These routes were captured for other tokens than the sample holds.",
+        )
+
+
+def _distinct_ids(first: int, rows: int, topk: int, num_experts: int) -> np.ndarray:
+    """``[rows, 1, topk]`` ids, distinct within a row, that go on round all experts where row ``first`` began."""
+    ids = np.arange(first * topk, (first + rows) * topk) % num_experts
+    return ids.reshape(rows, 1, topk)

@@ -1,0 +1,87 @@
+"""The one exception tree of skyrl-r3.
+
+Every error says which field is wrong, what was expected, what was found and where, both in its message and as
+attributes, so that callers and tests can match fields instead of prose.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+
+class R3Error(Exception):
+    """Base of everything that skyrl-r3 raises.
+
+    Attributes:
+        field: What is wrong, as a dotted path, for example ``routed_experts.shape``.
+        expected: What would have been right.
+        got: What was found.
+        where: The place: a sample, a server's address, a file. Empty where the field says it all.
+        hint: What to do about it. Empty where that is obvious.
+    """
+
+    def __init__(self, field: str, *, expected: str, got: str, where: str = "", hint: str = "") -> None:
+        self.field = field
+        self.expected = expected
+        self.got = got
+        self.where = where
+        self.hint = hint
+        message = f"{field}: expected {expected}, got {got}"
+        if where:
+            message += f" ({where})"
+        if hint:
+            message += f". {hint}"
+        super().__init__(message)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Keyword-only arguments do not survive BaseException's own pickling, and Ray pickles what a task raises.
+        return _rebuild, (type(self), self.field, self.expected, self.got, self.where, self.hint)
+
+
+def _rebuild(cls: type[R3Error], field: str, expected: str, got: str, where: str, hint: str) -> R3Error:
+    return cls(field, expected=expected, got=got, where=where, hint=hint)
+
+
+class CodecError(R3Error, ValueError):
+    """Expert ids or an envelope that cannot be a [rows, layers, topk] array of ids."""
+
+
+class ReplyError(R3Error):
+    """A reply of the inference server that arrived whole and is wrong. It is never requested again."""
+
+
+class MissingRoutesError(ReplyError):
+    """A reply without routed experts although the client asked for them."""
+
+
+class RouteError(R3Error):
+    """Routes that do not belong to the tokens they are handed over with."""
+
+
+class OverlayError(R3Error):
+    """The overlay cannot be installed on the SkyRL that was found."""
+
+
+class UnsupportedSkyRLError(OverlayError):
+    """SkyRL is missing or of a release that this version of skyrl-r3 has no patches for."""
+
+
+class DriftError(OverlayError):
+    """A function to be replaced is not what the patch was written for, so that nothing is replaced."""
+
+
+def describe(value: object) -> str:
+    """Name ``value`` shortly for the ``got`` of an error: its type, and what tells it from its like."""
+    if isinstance(value, np.ndarray):
+        return f"{value.dtype.name} array {list(value.shape)}"
+    if value is None or isinstance(value, bool | int | float):
+        return repr(value)
+    if isinstance(value, str | bytes | bytearray):
+        unit = "characters" if isinstance(value, str) else "bytes"
+        head = repr(value[:24])
+        return f"{head}{'…' if len(value) > 24 else ''} ({len(value)} {unit})"
+    if isinstance(value, list | tuple | dict):
+        return f"{type(value).__name__} of {len(value)}"
+    return type(value).__name__

@@ -1,0 +1,229 @@
+"""What is replaced in which SkyRL release, and whether the installed SkyRL still looks like that.
+
+One TOML file per SkyRL line, in ``patches/``. The check reads SkyRL's sources and never imports them: the targets are
+imported at different times and in different processes, and still either all of them fit or none is replaced.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib.metadata
+import importlib.util
+import tomllib
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from packaging.specifiers import SpecifierSet
+
+from skyrl_r3.errors import DriftError, UnsupportedSkyRLError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """One row of a manifest: a function of SkyRL's and what stands in for it.
+
+    Attributes:
+        module: The module whose name is replaced: the one that calls the function, which need not define it.
+        attribute: Name in that module, ``function`` or ``Class.method``.
+        signature: Parameters and defaults, with ``async`` or a decorator where there is one; no annotations.
+        sha256: Of the function's source text in the release that the patch was written for.
+        replacement: ``module:factory`` of the hook.
+        refusal: ``module:factory`` of the hook that raises when the flag is on although another target does not fit.
+        what: What the replacement does.
+        why: What is wrong without it.
+        upstream: The change in SkyRL that it stands for.
+    """
+
+    module: str
+    attribute: str
+    signature: str
+    sha256: str
+    replacement: str
+    what: str
+    why: str
+    upstream: str
+    refusal: str = ""
+
+    @property
+    def name(self) -> str:
+        """``module.attribute``."""
+        return f"{self.module}.{self.attribute}"
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the installed source has for a target."""
+
+    signature: str
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The targets of one SkyRL line.
+
+    Attributes:
+        skyrl: Version specifier of the releases that it is for.
+        reviewed: The release whose sources were read for it.
+    """
+
+    skyrl: str
+    reviewed: str
+    targets: tuple[Target, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The manifest that fits the installed SkyRL, with what was found for each of its targets.
+
+    Attributes:
+        version: Of the installed SkyRL.
+        found: By target name; None where the module or the attribute is gone.
+    """
+
+    version: str
+    manifest: Manifest
+    found: dict[str, Found | None]
+
+    def drifted(self) -> list[Target]:
+        """Targets that are gone or have another signature."""
+        return [target for target in self.manifest.targets if not self._fits(target)]
+
+    def edited(self, target: Target) -> bool:
+        """Whether the target fits but its source is not that of the reviewed release."""
+        found = self.found[target.name]
+        return found is not None and self._fits(target) and found.sha256 != target.sha256
+
+    def _fits(self, target: Target) -> bool:
+        found = self.found[target.name]
+        return found is not None and found.signature == target.signature
+
+    def error(self) -> DriftError | None:
+        """An error that names the first target that does not fit, or None."""
+        drifted = self.drifted()
+        if not drifted:
+            return None
+        found = self.found[drifted[0].name]
+        others = f" and {len(drifted) - 1} more" if len(drifted) > 1 else ""
+        return DriftError(
+            drifted[0].name + others,
+            expected=drifted[0].signature,
+            got="nothing of that name" if found is None else found.signature,
+            where=f"SkyRL {self.version}",
+            hint="Nothing was patched. Use the SkyRL release that skyrl-r3 supports, or uninstall skyrl-r3.",
+        )
+
+
+def manifests() -> list[Manifest]:
+    """All manifests that this package ships."""
+    here = Path(__file__).parent
+    # In the wheel they lie inside the package, in a checkout beside it.
+    folder = here / "patches" if (here / "patches").is_dir() else here.parent / "patches"
+    loaded = []
+    for path in sorted(folder.glob("skyrl-*.toml")):
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        targets = tuple(Target(**row) for row in content["target"])
+        loaded.append(Manifest(skyrl=content["skyrl"], reviewed=content["reviewed"], targets=targets))
+    return loaded
+
+
+@cache
+def plan() -> Plan:
+    """Read the installed SkyRL and choose the manifest for it. Read once per process: installed sources stay.
+
+    Raises:
+        UnsupportedSkyRLError: SkyRL is not installed, or is of a release that no manifest is for.
+    """
+    version, root = installed_skyrl()
+    for manifest in manifests():
+        # prereleases=True: without it, development builds of a supported line fall out of every specifier.
+        if SpecifierSet(manifest.skyrl).contains(version, prereleases=True):
+            found = {target.name: read_target(root, target.module, target.attribute) for target in manifest.targets}
+            return Plan(version=version, manifest=manifest, found=found)
+    raise UnsupportedSkyRLError(
+        "skyrl",
+        expected=f"a release in {_supported()}",
+        got=version,
+        hint="SkyRL is left as it is. Uninstall skyrl-r3, or install a release of it that knows this SkyRL.",
+    )
+
+
+def installed_skyrl() -> tuple[str, Path]:
+    """Version and package folder of the SkyRL that ``import skyrl`` would find, without importing it.
+
+    Raises:
+        UnsupportedSkyRLError: There is none.
+    """
+    spec = importlib.util.find_spec("skyrl")
+    if spec is None or not spec.submodule_search_locations:
+        old = _distribution_version("skyrl-train")
+        got = "none" if old is None else f"only skyrl-train {old}, the older package, which has no R3"
+        raise UnsupportedSkyRLError("skyrl", expected=f"a release in {_supported()}", got=got)
+    root = Path(next(iter(spec.submodule_search_locations)))
+    # The package's own word first: a checkout on sys.path can be another release than the one pip installed.
+    version = _assigned_string(root / "__init__.py", "__version__") or _distribution_version("skyrl")
+    return version or "unknown", root
+
+
+def read_target(root: Path, module: str, attribute: str) -> Found | None:
+    """What SkyRL's sources have for ``attribute`` of ``module``; None where there is no such function.
+
+    Args:
+        root: SkyRL's package folder.
+        attribute: A function or method that the module defines, or a function that it imports by name.
+    """
+    path = root.joinpath(*module.split(".")[1:]).with_suffix(".py")
+    if not path.is_file():
+        return None
+    source, body = _parsed(path)
+    *classes, name = attribute.split(".")
+    for class_name in classes:
+        body = next((n.body for n in body if isinstance(n, ast.ClassDef) and n.name == class_name), [])
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name:
+            text = ast.get_source_segment(source, node) or ""
+            return Found(signature=_signature(node), sha256=hashlib.sha256(text.encode()).hexdigest())
+        if isinstance(node, ast.ImportFrom) and node.module and not classes and name in [a.name for a in node.names]:
+            return read_target(root, node.module, name)
+    return None
+
+
+@cache
+def _parsed(path: Path) -> tuple[str, list[ast.stmt]]:
+    source = path.read_text(encoding="utf-8")
+    try:
+        return source, ast.parse(source).body
+    except SyntaxError:
+        return source, []
+
+
+def _signature(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
+    """``@staticmethod async (self, url, headers=None)``: what a caller relies on, without annotations."""
+    arguments = node.args
+    for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg):
+        if argument is not None:
+            argument.annotation = None
+    decorators = [f"@{ast.unparse(decorator)}" for decorator in node.decorator_list]
+    kind = ["async"] if isinstance(node, ast.AsyncFunctionDef) else []
+    return " ".join([*decorators, *kind, f"({ast.unparse(arguments)})"])
+
+
+def _assigned_string(path: Path, name: str) -> str | None:
+    if path.is_file():
+        for node in _parsed(path)[1]:
+            if isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == [name]:
+                return ast.literal_eval(node.value) if isinstance(node.value, ast.Constant) else None
+    return None
+
+
+def _distribution_version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _supported() -> str:
+    return " or ".join(f"{manifest.skyrl}" for manifest in manifests())
