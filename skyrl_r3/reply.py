@@ -85,13 +85,13 @@ def dump_packed(
     return b"".join((b'{"choices":[', head[:-1], b',"routed_experts":', routes, b"}]}"))
 
 
-def load(body: bytes, *, prompt_token_ids: list[int], server: str) -> tuple[dict[str, Any], str]:
+def load(body: bytes, *, prompt_token_ids: list[int], where: str) -> tuple[dict[str, Any], str]:
     """Read a reply in any JSON encoding.
 
     Args:
         body: The whole body.
         prompt_token_ids: What was sent.
-        server: The server's address, for errors.
+        where: The server's address and what else tells the request, for errors.
 
     Returns:
         The parsed body, in which ``routed_experts`` is a :class:`RoutedExperts` with one row for each token that
@@ -105,12 +105,12 @@ def load(body: bytes, *, prompt_token_ids: list[int], server: str) -> tuple[dict
         reply = orjson.loads(body)
     except orjson.JSONDecodeError as error:
         got = f"{describe(body)}: {error}"
-        raise ReplyError("reply", expected="JSON", got=got, where=server) from error
-    choice = _first_choice(reply, server)
+        raise ReplyError("reply", expected="JSON", got=got, where=where) from error
+    choice = _first_choice(reply, where)
     token_ids = choice.get("token_ids")
     if not isinstance(token_ids, list):
-        raise ReplyError("token_ids", expected="a list of token ids", got=describe(token_ids), where=server)
-    encoding, ids = _decoded(choice, server)
+        raise ReplyError("token_ids", expected="a list of token ids", got=describe(token_ids), where=where)
+    encoding, ids = _decoded(choice, where)
     prompt, response = len(prompt_token_ids), len(token_ids)
     # A request that was aborted before its first token trains nothing, whatever part of its prompt was captured.
     if response and len(ids) != prompt + response - 1:
@@ -118,7 +118,7 @@ def load(body: bytes, *, prompt_token_ids: list[int], server: str) -> tuple[dict
             "routed_experts.shape",
             expected=f"{prompt + response - 1} rows from prompt {prompt} + response {response} - 1",
             got=f"{len(ids)} rows",
-            where=server,
+            where=where,
             hint="The engine and this client disagree on what was generated, so no row can be trusted.",
         )
     if not response:
@@ -126,19 +126,19 @@ def load(body: bytes, *, prompt_token_ids: list[int], server: str) -> tuple[dict
     try:
         tokens = as_token_array([*prompt_token_ids, *token_ids])
     except RouteError as error:
-        raise ReplyError(error.field, expected=error.expected, got=error.got, where=server) from error
+        raise ReplyError(error.field, expected=error.expected, got=error.got, where=where) from error
     choice["routed_experts"] = RoutedExperts(ids, tokens[: len(ids)])
     return reply, encoding
 
 
-def _first_choice(reply: object, server: str) -> dict[str, Any]:
+def _first_choice(reply: object, where: str) -> dict[str, Any]:
     choices = reply.get("choices") if isinstance(reply, dict) else None
     if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
-        raise ReplyError("choices", expected="a list with one object", got=describe(choices), where=server)
+        raise ReplyError("choices", expected="a list with one object", got=describe(choices), where=where)
     return choices[0]
 
 
-def _decoded(choice: dict[str, Any], server: str) -> tuple[str, Any]:
+def _decoded(choice: dict[str, Any], where: str) -> tuple[str, Any]:
     routes = choice.get("routed_experts")
     if routes is None and not choice["token_ids"]:
         return PACKED, codec.from_nested([])
@@ -147,7 +147,7 @@ def _decoded(choice: dict[str, Any], server: str) -> tuple[str, Any]:
             "routed_experts",
             expected="the routes of the reply",
             got=f"null with finish_reason {choice.get('finish_reason')!r}",
-            where=server,
+            where=where,
             hint="Start the inference server with --enable-return-routed-experts "
             "(generator.inference_engine.enable_return_routed_experts=true), or switch that flag off in the trainer.",
         )
@@ -155,4 +155,4 @@ def _decoded(choice: dict[str, Any], server: str) -> tuple[str, Any]:
         return (NESTED, codec.from_nested(routes)) if isinstance(routes, list) else (PACKED, codec.unpack(routes))
     except CodecError as error:
         hint = "" if isinstance(routes, dict | list) else "Other encodings (.npy, base85, raw base64) are not read."
-        raise ReplyError(error.field, expected=error.expected, got=error.got, where=server, hint=hint) from error
+        raise ReplyError(error.field, expected=error.expected, got=error.got, where=where, hint=hint) from error

@@ -40,7 +40,7 @@ def post(original: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any
         url = bound.arguments["url"]
         if not url.endswith(GENERATE_PATH):
             return await original(*args, **kwargs)
-        client, request = bound.arguments["self"], bound.arguments["json"]
+        client, request, headers = (bound.arguments.get(name) for name in ("self", "json", "headers"))
         server = url.removesuffix(GENERATE_PATH)
         if (request.get("sampling_params") or {}).get(_START_FIELD):
             raise ReplyError(
@@ -51,8 +51,10 @@ def post(original: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any
             )
         skyrl = sys.modules[original.__module__]
         asking = {**request, reply.ENCODINGS_FIELD: list(reply.ENCODINGS)}
-        body = await _fetch(skyrl, client, url, asking, bound.arguments.get("headers"))
-        parsed, encoding = reply.load(body, prompt_token_ids=request["token_ids"], server=server)
+        body = await _fetch(skyrl, client, url, asking, headers)
+        session_id = (headers or {}).get("X-Session-ID")
+        where = server if session_id is None else f"{server}, session {session_id}"
+        parsed, encoding = reply.load(body, prompt_token_ids=request["token_ids"], where=where)
         if encoding == reply.NESTED and server not in _slow_servers:
             _slow_servers.add(server)
             logger.warning(

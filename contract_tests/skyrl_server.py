@@ -1,0 +1,80 @@
+"""A server on 127.0.0.1 that answers as told, and SkyRL's real remote client on it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import orjson
+from aiohttp import web
+from skyrl.backends.skyrl_train.inference_servers import remote_inference_client
+
+from skyrl_r3 import reply
+
+
+class Server:
+    """Counts requests and answers each with what ``answer(number, request)`` gives."""
+
+    def __init__(self, answer: Callable[[int, dict[str, Any]], Any]) -> None:
+        self.answer = answer
+        self.requests: list[dict[str, Any]] = []
+        self.address = ""
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        if not request.path.endswith("/v1/generate"):
+            return web.json_response({})
+        body = await request.json()
+        self.requests.append(body)
+        answer = self.answer(len(self.requests), body)
+        if callable(answer):
+            return await answer(request)
+        return answer if isinstance(answer, web.StreamResponse) else json_reply(answer)
+
+
+def json_reply(body: Any, status: int = 200) -> web.Response:
+    content = body if isinstance(body, bytes) else orjson.dumps(body)
+    return web.Response(body=content, status=status, content_type="application/json")
+
+
+class Tokenizer:
+    """Stands for the tokenizer, so that nothing is sent to detokenize."""
+
+    def batch_decode(self, ids: list[list[int]], **_: Any) -> list[str]:
+        return [" ".join(map(str, sample)) for sample in ids]
+
+    def decode(self, ids: list[int], **_: Any) -> str:
+        return " ".join(map(str, ids))
+
+
+@asynccontextmanager
+async def client_of(server: Server, tokenizer: Any = None) -> AsyncIterator[Any]:
+    """A ``RemoteInferenceClient`` with the flag on, whose router and only engine is ``server``."""
+    app = web.Application(client_max_size=2**28)
+    app.router.add_post("/{path:.*}", server.handle)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    server.address = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    client = remote_inference_client.RemoteInferenceClient(
+        proxy_url=server.address,
+        server_urls=[server.address],
+        data_parallel_size=1,
+        enable_return_routed_experts=True,
+        tokenizer=tokenizer or Tokenizer(),
+    )
+    try:
+        yield client
+    finally:
+        await (await client._get_session()).close()
+        await runner.cleanup()
+
+
+def reply_to(request: dict[str, Any], token_ids: list[int], routes: Any, logprobs: Any = None) -> bytes:
+    """What a server with the overlay answers, or a stock one if the request does not ask for packed routes."""
+    content = None if logprobs is None else [{"logprob": value} for value in logprobs]
+    if reply.ENCODINGS_FIELD in request:
+        return reply.dump_packed(token_ids=token_ids, finish_reason="stop", logprobs=content, routed_experts=routes)
+    choice = {"token_ids": token_ids, "finish_reason": "stop", "routed_experts": routes.tolist()}
+    return orjson.dumps({"choices": [choice | {"logprobs": content and {"content": content}}]})
