@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -90,7 +91,8 @@ async def test_logprobs_that_json_has_no_number_for_are_floored_and_counted(capl
     app = canned.skyrl_app(
         canned.CannedEngine(lambda prompt, params: canned.completion(tokens, prompt=prompt, logprobs=logprobs))
     )
-    reply = await post(app, request(routed_experts_encodings=["packed"]))
+    with caplog.at_level(logging.WARNING, logger="skyrl_r3"):
+        reply = await post(app, request(routed_experts_encodings=["packed"]))
     choice = reply.json()["choices"][0]
     assert [entry["logprob"] for entry in choice["logprobs"]["content"]] == [-0.1] + [-9999.0] * 5
     assert len(codec.unpack(choice["routed_experts"])) == len(PROMPT) + len(tokens) - 1
