@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# Lint, types, the contract tests against real SkyRL, then the demo. Sets up what it needs. CPU only.
+set -euo pipefail
+here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+cd "$here/.."
+export HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
+
+source "$here/env.sh"
+work="$(mktemp -d /tmp/r3-test.XXXXXX)"
+trap 'rm -rf "$work"' EXIT
+# The tests run on the wheel, as users do, not on the checkout: its .pth file has loaded it before pytest starts.
+r3_run_env "$work/env"
+python="$work/env/bin/python"
+
+step() { echo; echo "== $* (at $SECONDS s)"; }
+
+step "ruff"
+"$SKYRL_R3_ENV/bin/ruff" check .
+"$SKYRL_R3_ENV/bin/ruff" format --check .
+step "pyright"
+"$SKYRL_R3_ENV/bin/pyright" --pythonpath "$python"
+step "contract tests"
+"$python" -m pytest contract_tests -q -p no:cacheprovider --durations=10
+step "demo"
+bash "$here/demo.sh"
+step "done"
