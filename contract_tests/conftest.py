@@ -1,11 +1,27 @@
-"""Shared by the tests that need SkyRL."""
+"""Hypothesis profiles, chosen with ``HYPOTHESIS_PROFILE``, and the fixtures of the suite."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import sysconfig
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+from contract_tests import fake_skyrl
+from contract_tests.child import REPO
+
+# Examples on a busy machine take any time, so nothing here has a deadline.
+settings.register_profile(
+    "ci", derandomize=True, deadline=None, max_examples=150, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.register_profile("dev", deadline=None)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
 @pytest.fixture(scope="session")
@@ -17,3 +33,62 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder: Path = tmp_path_factory.mktemp("tokenizer")
     write_tokenizer(folder)
     return AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.fixture(scope="session")
+def fake(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with the double of SkyRL 0.3.0, as it should be. For tests that only read it."""
+    return fake_skyrl.build(tmp_path_factory.mktemp("fake"))
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of this checkout.
+
+    Needs hatchling in the interpreter of the tests, or in the one that ``SKYRL_R3_BUILD_PYTHON`` names. Without it
+    the tests fail instead of being skipped: a wheel without its ``.pth`` file is a product that never turns on.
+    """
+    folder = tmp_path_factory.mktemp("wheel")
+    python = os.environ.get("SKYRL_R3_BUILD_PYTHON", sys.executable)
+    command = [python, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
+    built = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=False)
+    if built.returncode:
+        pytest.fail(f"{' '.join(command)} failed; it needs hatchling:\n{built.stdout}{built.stderr}", pytrace=False)
+    (path,) = folder.glob("*.whl")
+    return path
+
+
+@pytest.fixture(scope="session")
+def bare_python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Interpreter of an environment that holds the wheel and nothing else."""
+    return _environment(tmp_path_factory.mktemp("bare"), wheel)
+
+
+@pytest.fixture(scope="session")
+def empty_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Interpreter of an environment that holds nothing."""
+    return _environment(tmp_path_factory.mktemp("empty"), None)
+
+
+@pytest.fixture(scope="session")
+def wheel_python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Interpreter of an environment that holds the wheel, and sees SkyRL and the rest of this one's packages."""
+    python = _environment(tmp_path_factory.mktemp("installed"), wheel)
+    base = sysconfig.get_paths()["purelib"]
+    (_site_packages(python) / "base_environment.pth").write_text(f"import site; site.addsitedir({base!r})\n")
+    return python
+
+
+def _environment(folder: Path, wheel: Path | None) -> Path:
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+    python = folder / "bin" / "python"
+    if wheel is not None:
+        # The wheel is pure and has no scripts or data, so that to unpack it is to install it.
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(_site_packages(python))
+    return python
+
+
+def _site_packages(python: Path) -> Path:
+    (folder,) = python.parent.parent.glob("lib/python*/site-packages")
+    return folder

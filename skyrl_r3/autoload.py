@@ -23,24 +23,20 @@ class SkyRLFinder:
         return loader.patching_spec(self, fullname, path, target)
 
 
-_finder = SkyRLFinder()
-
-
 def install() -> None:
     """Put the finder first. To install twice is to install once."""
     if not installed():
-        sys.meta_path.insert(0, _finder)  # pyright: ignore[reportArgumentType]
+        sys.meta_path.insert(0, SkyRLFinder())  # pyright: ignore[reportArgumentType]
 
 
 def uninstall() -> None:
     """Take the finder out."""
-    if installed():
-        sys.meta_path.remove(_finder)  # pyright: ignore[reportArgumentType]
+    sys.meta_path[:] = [finder for finder in sys.meta_path if type(finder).__name__ != SkyRLFinder.__name__]
 
 
 def installed() -> bool:
-    """Whether the finder is in this process."""
-    return _finder in sys.meta_path
+    """Whether the finder is in this process. By its name, because a reload of this module makes another class."""
+    return any(type(finder).__name__ == SkyRLFinder.__name__ for finder in sys.meta_path)
 
 
 def start() -> None:

@@ -16,14 +16,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from skyrl_r3.codec import DTYPES, smallest_dtype
-from skyrl_r3.errors import RouteError, describe
+from skyrl_r3 import codec
+from skyrl_r3.codec import smallest_dtype
+from skyrl_r3.errors import CodecError, RouteError, describe
 from skyrl_r3.routes import RoutedExperts
 
 if TYPE_CHECKING:
     import torch
 
 _FIELD = "rollout_expert_indices"
+_BLOCK_ROWS = 512
 
 
 def pad_routes(
@@ -51,8 +53,14 @@ def pad_routes(
     """
     import torch
 
+    batch, tokens = sequences.shape
+    if not len(routes) == len(lengths) == len(trained) == batch:
+        got = f"{len(routes)} with {len(lengths)} lengths and {len(trained)} masks"
+        raise RouteError(_FIELD, expected=f"{batch} entries, one for each sequence", got=got)
     arrays = [_checked_array(entry, i) for i, entry in enumerate(routes)]
     for i, (ids, length) in enumerate(zip(arrays, lengths, strict=True)):
+        if not 0 <= length <= tokens:
+            raise RouteError(f"lengths[{i}]", expected=f"0 to {tokens} tokens", got=str(length), where=_sample(i))
         if ids is None:
             if trained[i]:
                 raise RouteError(f"{_FIELD}[{i}]", expected="captured routes", got="none", where=_sample(i))
@@ -63,7 +71,6 @@ def pad_routes(
         return None
     _check_one_shape(arrays, captured[0].shape[1:])
 
-    batch, tokens = sequences.shape
     layers, topk = captured[0].shape[1:]
     num_seen = max(int(max(ids.max(initial=0) for ids in captured)) + 1, topk)
     dtype = smallest_dtype(num_seen - 1)
@@ -79,8 +86,7 @@ def pad_routes(
                 _check_tokens(entry, sequence_ids[i, start:], i)
             out[i, start:end] = ids
         for gap in (out[i, :start], out[i, end:]):
-            gap[:] = _distinct_ids(filled, len(gap), topk, num_seen).astype(dtype)
-            filled += len(gap)
+            filled = _fill(gap, filled, num_seen)
     return tensor
 
 
@@ -115,12 +121,14 @@ def _checked_array(entry: object, index: int) -> np.ndarray | None:
     if isinstance(entry, RoutedExperts):
         return entry.ids
     field, where = f"{_FIELD}[{index}]", _sample(index)
-    if not isinstance(entry, np.ndarray) or entry.ndim != 3 or not len(entry):
-        raise RouteError(field, expected="an array [rows, layers, topk]", got=describe(entry), where=where)
-    if entry.dtype not in DTYPES.values():
-        raise RouteError(f"{field}.dtype", expected=f"one of {', '.join(DTYPES)}", got=entry.dtype.str, where=where)
-    if int(entry.min(initial=0)) < 0:
-        raise RouteError(field, expected="ids of 0 or more", got=str(int(entry.min())), where=where)
+    try:
+        codec.check(entry)
+    except CodecError as error:
+        suffix = error.field.removeprefix("routed_experts")
+        raise RouteError(field + suffix, expected=error.expected, got=error.got, where=where) from error
+    assert isinstance(entry, np.ndarray)
+    if not len(entry):
+        raise RouteError(field, expected="at least one row", got=describe(entry), where=where)
     return entry
 
 
@@ -147,7 +155,18 @@ def _check_tokens(entry: RoutedExperts, token_ids: np.ndarray, index: int) -> No
         )
 
 
-def _distinct_ids(first: int, rows: int, topk: int, num_experts: int) -> np.ndarray:
-    """``[rows, 1, topk]`` ids, distinct within a row, that go on round all experts where row ``first`` began."""
-    ids = np.arange(first * topk, (first + rows) * topk) % num_experts
-    return ids.reshape(rows, 1, topk)
+def _fill(gap: np.ndarray, filled: int, num_experts: int) -> int:
+    """Give each row of ``gap`` [rows, layers, topk] distinct ids, going on round all experts after ``filled`` rows.
+
+    In blocks, because the ids are made as int64 and a gap may be as long as the longest sequence.
+
+    Returns:
+        The number of rows filled so far.
+    """
+    topk = gap.shape[-1]
+    for start in range(0, len(gap), _BLOCK_ROWS):
+        block = gap[start : start + _BLOCK_ROWS]
+        ids = np.arange(filled * topk, (filled + len(block)) * topk) % num_experts
+        block[:] = ids.astype(gap.dtype).reshape(-1, 1, topk)
+        filled += len(block)
+    return filled

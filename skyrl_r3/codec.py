@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import binascii
 import math
+from array import array as Array
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -35,12 +37,12 @@ def smallest_dtype(max_id: int) -> np.dtype[Any]:
     """The smallest dtype of the wire that holds ``max_id``.
 
     Raises:
-        CodecError: ``max_id`` is above 2**31 - 1.
+        CodecError: ``max_id`` is negative or above 2**31 - 1.
     """
     for dtype in DTYPES.values():
-        if max_id <= np.iinfo(dtype).max:
+        if 0 <= max_id <= np.iinfo(dtype).max:
             return dtype.newbyteorder("=")
-    raise CodecError("routed_experts", expected=f"ids up to {2**31 - 1}", got=str(max_id))
+    raise CodecError("routed_experts", expected=f"ids from 0 to {2**31 - 1}", got=describe(max_id))
 
 
 def compact(ids: Any) -> np.ndarray:
@@ -94,13 +96,15 @@ def unpack(envelope: Any) -> np.ndarray:
     if not isinstance(envelope, Mapping):
         raise CodecError("routed_experts", expected="an object with data, shape and dtype", got=describe(envelope))
     if set(envelope) != set(_ENVELOPE_KEYS):
-        keys = ", ".join(sorted(map(str, envelope))[:8]) or "none"
+        keys = ", ".join(sorted(key if isinstance(key, str) else describe(key) for key in envelope)) or "none"
         raise CodecError("routed_experts", expected="the keys data, shape and dtype", got=keys)
     dtype = _checked_dtype(envelope["dtype"])
     shape = _checked_shape(envelope["shape"])
     size = math.prod(shape) * dtype.itemsize
-    if size > MAX_BYTES:
-        raise CodecError("routed_experts.shape", expected=f"at most {MAX_BYTES} bytes", got=f"{list(shape)} = {size}")
+    # A dimension of 0 must not hide one that no array can have.
+    if math.prod(max(dim, 1) for dim in shape) * dtype.itemsize > MAX_BYTES:
+        got = f"{describe(shape)}, {describe(size)} bytes"
+        raise CodecError("routed_experts.shape", expected=f"at most {MAX_BYTES} bytes", got=got)
     array = np.frombuffer(_checked_base64(envelope["data"], size), dtype=dtype).reshape(shape)
     array = array.astype(dtype.newbyteorder("="), copy=False)
     canonical = _narrowed(array).dtype
@@ -117,33 +121,68 @@ def from_nested(ids: Any) -> np.ndarray:
     """
     if not isinstance(ids, list):
         raise CodecError("routed_experts", expected="an envelope or nested lists", got=describe(ids))
+    # By hand, not with np.array, which takes True for 1 and turns everything to text where it meets a string, at the
+    # length of the longest: 26 kB of such lists made it ask for 160 MB.
+    _check_lists(ids, "a list of rows")
+    layers = list(chain.from_iterable(ids))
+    _check_lists(layers, "lists of layers")
+    flat = list(chain.from_iterable(layers))
+    num_layers, topk = (len(items[0]) if items else 0 for items in (ids, layers))
+    if any(len(row) != num_layers for row in ids) or any(len(layer) != topk for layer in layers):
+        raise CodecError("routed_experts", expected="nested lists of one shape", got="ragged lists")
+    if ids and not flat:
+        raise CodecError("routed_experts", expected="ids in the nested lists", got="empty lists")
+    if set(map(type, flat)) - {int}:
+        wrong = next(item for item in flat if type(item) is not int)
+        raise CodecError("routed_experts", expected="integers in the nested lists", got=describe(wrong))
     try:
-        array = np.array(ids) if ids else np.empty((0, 0, 0), np.uint8)
-    except (ValueError, OverflowError, TypeError, MemoryError) as error:
-        raise CodecError("routed_experts", expected="nested lists of one shape", got=str(error)) from error
+        array = np.frombuffer(Array("q", flat), dtype=np.int64).reshape(len(ids), num_layers, topk)
+    except OverflowError:
+        raise CodecError(
+            "routed_experts", expected=f"ids up to {2**31 - 1}", got=describe(max(flat, key=abs))
+        ) from None
     return compact(array)
+
+
+def check(ids: Any) -> None:
+    """Check that ``ids`` is an array that this module could have made, whatever its layout.
+
+    Raises:
+        CodecError: Not a numpy array ``[rows, layers, topk]`` of uint8, int16 or int32 in native byte order, or a
+            negative id. Ids that a smaller dtype would hold are fine: a slice may have lost the largest one.
+    """
+    if not isinstance(ids, np.ndarray) or isinstance(ids, np.ma.MaskedArray) or ids.ndim != 3:
+        raise CodecError("routed_experts", expected="an array [rows, layers, topk]", got=describe(ids))
+    if ids.dtype not in DTYPES.values():
+        raise CodecError("routed_experts.dtype", expected=f"one of {', '.join(DTYPES)}", got=ids.dtype.str)
+    _check_not_negative(ids)
 
 
 def _canonical(ids: Any) -> np.ndarray:
     """``ids`` in canonical form; shares memory with ``ids`` where they are canonical already."""
-    if callable(getattr(ids, "detach", None)) and callable(getattr(ids, "cpu", None)):
-        ids = ids.detach().cpu().numpy() if _is_integer_tensor(ids) else ids
-    if not isinstance(ids, np.ndarray) or isinstance(ids, np.ma.MaskedArray):
-        raise CodecError("routed_experts", expected="an integer array [rows, layers, topk]", got=describe(ids))
-    if ids.ndim != 3 or ids.dtype.kind not in "iu":
-        raise CodecError("routed_experts", expected="an integer array [rows, layers, topk]", got=describe(ids))
+    given = ids
+    if callable(getattr(ids, "detach", None)):
+        try:
+            ids = ids.detach().cpu().numpy()
+        except Exception as error:
+            # Sparse, quantized, meta and bfloat16 tensors have no numpy counterpart, each with an error of its own.
+            raise CodecError("routed_experts", expected="a tensor that numpy can hold", got=describe(ids)) from error
+    integers = isinstance(ids, np.ndarray) and ids.ndim == 3 and ids.dtype.kind in "iu"
+    if not integers or isinstance(ids, np.ma.MaskedArray):
+        got = describe(ids if isinstance(ids, np.ndarray) else given)
+        raise CodecError("routed_experts", expected="an integer array [rows, layers, topk]", got=got)
     return np.ascontiguousarray(_narrowed(ids))
-
-
-def _is_integer_tensor(tensor: Any) -> bool:
-    # bfloat16 has no numpy counterpart: asking for one would raise torch's TypeError instead of ours.
-    return not (tensor.is_floating_point() or tensor.is_complex())
 
 
 def _narrowed(array: np.ndarray) -> np.ndarray:
     """``array`` in the smallest dtype, or itself where it has that. Scans only what the dtype leaves open."""
     if array.dtype == np.uint8:
         return array
+    _check_not_negative(array)
+    return array.astype(smallest_dtype(int(array.max(initial=0))), copy=False)
+
+
+def _check_not_negative(array: np.ndarray) -> None:
     if array.dtype.kind == "i" and int(array.min(initial=0)) < 0:
         row, layer, slot = (int(i) for i in np.argwhere(array < 0)[0])
         raise CodecError(
@@ -152,7 +191,12 @@ def _narrowed(array: np.ndarray) -> np.ndarray:
             got=str(int(array[row, layer, slot])),
             where=f"row {row}, layer {layer}, slot {slot}",
         )
-    return array.astype(smallest_dtype(int(array.max(initial=0))), copy=False)
+
+
+def _check_lists(items: list[Any], what: str) -> None:
+    if set(map(type, items)) - {list}:
+        wrong = next(item for item in items if type(item) is not list)
+        raise CodecError("routed_experts", expected=what, got=describe(wrong))
 
 
 def _base64(array: np.ndarray) -> bytes:
@@ -168,13 +212,10 @@ def _checked_dtype(name: object) -> np.dtype[Any]:
 
 def _checked_shape(shape: object) -> tuple[int, int, int]:
     # `type(...) is int` because bool is a subclass of int, and True is no dimension.
-    if (
-        not isinstance(shape, list | tuple)
-        or len(shape) != 3
-        or not all(type(dim) is int and dim >= 0 for dim in shape)
-    ):
-        got = repr(shape)[:80] if isinstance(shape, list | tuple) else describe(shape)
-        raise CodecError("routed_experts.shape", expected="[rows, layers, topk], integers of 0 or more", got=got)
+    fits = isinstance(shape, list | tuple) and len(shape) == 3 and all(type(dim) is int and dim >= 0 for dim in shape)
+    if not isinstance(shape, list | tuple) or not fits:
+        expected = "[rows, layers, topk], integers of 0 or more"
+        raise CodecError("routed_experts.shape", expected=expected, got=describe(shape))
     rows, layers, topk = shape
     return rows, layers, topk
 

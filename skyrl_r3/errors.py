@@ -23,9 +23,9 @@ class R3Error(Exception):
     """
 
     def __init__(self, field: str, *, expected: str, got: str, where: str = "", hint: str = "") -> None:
-        self.field = field
+        self.field = field = _cut(field)
         self.expected = expected
-        self.got = got
+        self.got = got = _cut(got)
         self.where = where
         self.hint = hint
         message = f"{field}: expected {expected}, got {got}"
@@ -38,6 +38,14 @@ class R3Error(Exception):
     def __reduce__(self) -> tuple[Any, ...]:
         # Keyword-only arguments do not survive BaseException's own pickling, and Ray pickles what a task raises.
         return _rebuild, (type(self), self.field, self.expected, self.got, self.where, self.hint)
+
+
+_LONGEST = 200
+"""Characters of a value in a message. What is wrong may be a megabyte long, and is written to every log."""
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}… ({len(text)} characters)"
 
 
 def _rebuild(cls: type[R3Error], field: str, expected: str, got: str, where: str, hint: str) -> R3Error:
@@ -76,12 +84,15 @@ def describe(value: object) -> str:
     """Name ``value`` shortly for the ``got`` of an error: its type, and what tells it from its like."""
     if isinstance(value, np.ndarray):
         return f"{value.dtype.name} array {list(value.shape)}"
-    if value is None or isinstance(value, bool | int | float):
-        return repr(value)
     if isinstance(value, str | bytes | bytearray):
         unit = "characters" if isinstance(value, str) else "bytes"
-        head = repr(value[:24])
-        return f"{head}{'…' if len(value) > 24 else ''} ({len(value)} {unit})"
+        return f"{value[:24]!r}{'…' if len(value) > 24 else ''} ({len(value)} {unit})"
+    if isinstance(value, int) and value.bit_length() > 64:
+        return f"an integer of {value.bit_length()} bits"  # Python refuses to print the longest of them.
+    if value is None or isinstance(value, bool | int | float):
+        return repr(value)
+    if isinstance(value, list | tuple) and len(value) <= 4 and all(isinstance(item, int | float) for item in value):
+        return f"[{', '.join(map(describe, value))}]"
     if isinstance(value, list | tuple | dict):
         return f"{type(value).__name__} of {len(value)}"
     return type(value).__name__

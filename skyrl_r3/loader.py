@@ -11,11 +11,7 @@ from typing import Any
 
 from skyrl_r3 import overlay
 
-_HOOK = """
-import skyrl_r3.overlay
-skyrl_r3.overlay.module_loaded(__import__("sys").modules[__name__], {name!r})
-del skyrl_r3
-"""
+_HOOK = '__import__("skyrl_r3.overlay").overlay.script_loaded(globals(), {name!r})'
 
 
 def patching_spec(finder: object, name: str, path: Any, target: Any) -> ModuleSpec | None:
@@ -23,7 +19,9 @@ def patching_spec(finder: object, name: str, path: Any, target: Any) -> ModuleSp
     if not overlay.wanted(name):
         return None
     for other in sys.meta_path:
-        find_spec = None if other is finder else getattr(other, "find_spec", None)
+        # By its name: a reload of skyrl_r3.autoload makes another finder, and two would ask each other for ever.
+        ours = type(other).__name__ == type(finder).__name__
+        find_spec = None if ours else getattr(other, "find_spec", None)
         spec = find_spec(name, path, target) if find_spec else None
         if spec is not None:
             if spec.loader is not None:
@@ -40,6 +38,8 @@ class PatchingLoader(Loader):
         self._name = name
 
     def __getattr__(self, attribute: str) -> Any:
+        if attribute == "_inner":  # A copy asks for attributes before it has any.
+            raise AttributeError(attribute)
         return getattr(self._inner, attribute)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
@@ -67,4 +67,4 @@ class PatchingLoader(Loader):
 
 
 def _is_main_block(node: ast.stmt) -> bool:
-    return isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'"
+    return isinstance(node, ast.If) and any(isinstance(n, ast.Name) and n.id == "__name__" for n in ast.walk(node.test))

@@ -10,12 +10,15 @@ import ast
 import hashlib
 import importlib.metadata
 import importlib.util
+import tokenize
 import tomllib
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion, Version
 
 from skyrl_r3.errors import DriftError, UnsupportedSkyRLError
 
@@ -137,7 +140,7 @@ def plan() -> Plan:
         UnsupportedSkyRLError: SkyRL is not installed, or is of a release that no manifest is for.
     """
     version, root = installed_skyrl()
-    for manifest in manifests():
+    for manifest in manifests() if _is_version(version) else []:
         # prereleases=True: without it, development builds of a supported line fall out of every specifier.
         if SpecifierSet(manifest.skyrl).contains(version, prereleases=True):
             found = {target.name: read_target(root, target.module, target.attribute) for target in manifest.targets}
@@ -167,36 +170,60 @@ def installed_skyrl() -> tuple[str, Path]:
     return version or "unknown", root
 
 
-def read_target(root: Path, module: str, attribute: str) -> Found | None:
+def read_target(root: Path, module: str, attribute: str, seen: frozenset[str] = frozenset()) -> Found | None:
     """What SkyRL's sources have for ``attribute`` of ``module``; None where there is no such function.
 
     Args:
         root: SkyRL's package folder.
         attribute: A function or method that the module defines, or a function that it imports by name.
+        seen: Modules that the name was followed through.
     """
-    path = root.joinpath(*module.split(".")[1:]).with_suffix(".py")
-    if not path.is_file():
+    package, *rest = module.split(".")
+    path = root.joinpath(*rest).with_suffix(".py")
+    if package != "skyrl" or module in seen or not path.is_file():
         return None
     source, body = _parsed(path)
     *classes, name = attribute.split(".")
+    context: list[str] = []
     for class_name in classes:
-        body = next((n.body for n in body if isinstance(n, ast.ClassDef) and n.name == class_name), [])
-    for node in body:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name:
-            text = ast.get_source_segment(source, node) or ""
-            return Found(signature=_signature(node), sha256=hashlib.sha256(text.encode()).hexdigest())
-        if isinstance(node, ast.ImportFrom) and node.module and not classes and name in [a.name for a in node.names]:
-            return read_target(root, node.module, name)
+        node = _last(body, lambda node, name=class_name: isinstance(node, ast.ClassDef) and node.name == name)
+        if not isinstance(node, ast.ClassDef):
+            return None
+        # A decorator may make the name something else than the class, as ray.remote does.
+        context += [f"in @{ast.unparse(decorator)}:" for decorator in node.decorator_list]
+        body = node.body
+    node = _last(body, lambda node: name in _bound_names(node))
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        text = ast.get_source_segment(source, node) or ""
+        signature = " ".join([*context, _signature(node)])
+        return Found(signature=signature, sha256=hashlib.sha256(text.encode()).hexdigest())
+    if isinstance(node, ast.ImportFrom) and not classes:
+        origin = next(alias.name for alias in node.names if (alias.asname or alias.name) == name)
+        parents = module.split(".")[: -node.level] if node.level else []
+        return read_target(root, ".".join([*parents, *filter(None, [node.module])]), origin, seen | {module})
     return None
+
+
+def _last(body: list[ast.stmt], fits: Callable[[ast.stmt], bool]) -> ast.stmt | None:
+    """The last statement that fits: what a name is bound to when the body has been executed."""
+    return next((node for node in reversed(body) if fits(node)), None)
+
+
+def _bound_names(node: ast.stmt) -> list[str]:
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        return [node.name]
+    return [alias.asname or alias.name for alias in node.names] if isinstance(node, ast.ImportFrom) else []
 
 
 @cache
 def _parsed(path: Path) -> tuple[str, list[ast.stmt]]:
-    source = path.read_text(encoding="utf-8")
+    """Text and statements of a source file; nothing of one that Python itself could not read."""
     try:
+        with tokenize.open(path) as file:
+            source = file.read()
         return source, ast.parse(source).body
-    except SyntaxError:
-        return source, []
+    except (SyntaxError, UnicodeDecodeError):
+        return "", []
 
 
 def _signature(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
@@ -216,6 +243,14 @@ def _assigned_string(path: Path, name: str) -> str | None:
             if isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == [name]:
                 return ast.literal_eval(node.value) if isinstance(node.value, ast.Constant) else None
     return None
+
+
+def _is_version(text: str) -> bool:
+    try:
+        Version(text)
+    except InvalidVersion:
+        return False
+    return True
 
 
 def _distribution_version(name: str) -> str | None:

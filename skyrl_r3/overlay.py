@@ -16,11 +16,10 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache
-from types import ModuleType
 from typing import Any
 
 from skyrl_r3 import autoload, manifest
-from skyrl_r3.errors import UnsupportedSkyRLError
+from skyrl_r3.errors import OverlayError, UnsupportedSkyRLError
 from skyrl_r3.manifest import Target
 
 logger = logging.getLogger(__name__)
@@ -37,9 +36,9 @@ class TargetStatus:
 
     Attributes:
         target: Dotted name of what is replaced.
-        state: ``applied``; ``pending``: its module is not imported yet, or the overlay is off; ``drifted``: SkyRL's
-            source is not what the patch was written for; ``absent``: no such function; ``superseded``: somebody
-            replaced our replacement.
+        state: ``applied``; ``pending``: its module is not imported yet, or the overlay is off, or another target does
+            not fit; ``drifted``: SkyRL's source is not what the patch was written for, or the patch failed;
+            ``absent``: no such function; ``superseded``: somebody replaced our replacement.
         version: Of SkyRL.
         pid: Of the process.
         detail: What there is to say about it, or nothing.
@@ -54,9 +53,15 @@ class TargetStatus:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Applied:
-    """A replaced attribute of ``owner``; ``before`` and ``now`` as found in its ``__dict__``."""
+    """A replaced attribute of ``owner``; ``before`` and ``now`` as found in its ``__dict__``.
+
+    ``module`` is the target's module, or what stands for it when it is run as a script. ``refuses`` marks the
+    replacement that raises when the flag is on.
+    """
 
     target: str
+    refuses: bool
+    module: Any
     owner: Any
     name: str
     before: Any
@@ -78,8 +83,17 @@ class _Applied:
             _ledger.remove(self)
 
 
+class _Script:
+    """The namespace of a module that is run as a script, which need not be in ``sys.modules``."""
+
+    def __init__(self, namespace: dict[str, Any]) -> None:
+        self.__dict__ = namespace
+
+
 _lock = threading.RLock()
 _ledger: list[_Applied] = []
+_failures: list[OverlayError] = []
+"""Why a patch could not be applied although its target fits. From then on nothing is applied in this process."""
 
 
 def is_off() -> bool:
@@ -103,18 +117,20 @@ def enable() -> list[TargetStatus]:
     if is_off():
         logger.warning("skyrl-r3 stays off: %s=%s is set", autoload.SWITCH, autoload.OFF)
         return status()
-    with _lock:
+    with _lock, ExitStack() as undo:
         plan = manifest.plan()
-        error = plan.error()
+        error = _error(plan)
         if error is not None:
             raise error
-        autoload.install()
-        with ExitStack() as undo:
-            for target in plan.manifest.targets:
-                module = sys.modules.get(target.module)
-                if module is not None:
-                    _apply(target, module, target.replacement, undo)
-            undo.pop_all()
+        if not autoload.installed():
+            autoload.install()
+            undo.callback(autoload.uninstall)
+        for target in plan.manifest.targets:
+            module = sys.modules.get(target.module)
+            # A module that is being imported has not defined its functions yet; the import hook is called when it has.
+            if module is not None and not getattr(module.__spec__, "_initializing", False):
+                undo.callback(_apply(target, module).undo)
+        undo.pop_all()
     return status()
 
 
@@ -150,6 +166,8 @@ def status() -> list[TargetStatus]:
 
 def wanted(module_name: str) -> bool:
     """Whether a target is in ``module_name``. Asked by the import hook for each module of SkyRL's; never raises."""
+    if is_off():
+        return False
     try:
         return any(target.module == module_name for target in manifest.plan().manifest.targets)
     except UnsupportedSkyRLError as error:
@@ -160,26 +178,61 @@ def wanted(module_name: str) -> bool:
     return False
 
 
-def module_loaded(module: ModuleType, module_name: str) -> None:
-    """Replace the targets in a module that was just imported. Called by the import hook; never raises.
+def script_loaded(namespace: dict[str, Any], module_name: str) -> None:
+    """:func:`module_loaded` for a module that is run as a script, before its main block."""
+    module_loaded(_Script(namespace), module_name)
 
-    Where the installed SkyRL has drifted, the targets that can see SkyRL's flag are replaced by ones that raise when
-    the flag is on, and nothing else is touched.
+
+def module_loaded(module: Any, module_name: str) -> None:
+    """Replace the targets in a module that was just executed. Called by the import hook; never raises.
+
+    Where a target does not fit, or its patch fails, whatever was applied is taken back, and the targets that can see
+    SkyRL's flag are replaced by ones that raise when the flag is on.
     """
-    with _lock, ExitStack() as undo:
+    with _lock:
+        plan = manifest.plan()
+        # After a reload the module's functions are SkyRL's again.
+        _ledger[:] = [applied for applied in _ledger if applied.module is not module]
+        targets = [target for target in plan.manifest.targets if target.module == module_name]
+        if _error(plan) is None:
+            try:
+                for target in targets:
+                    _apply(target, module)
+                return
+            except Exception as error:
+                _fail(error)
+        for target in targets:
+            _refuse(plan, target, module)
+
+
+def _fail(error: Exception) -> None:
+    """Take back everything that is applied, and refuse in its place."""
+    logger.error("skyrl-r3 could not patch SkyRL and leaves it as it is", exc_info=error)
+    _failures.append(
+        OverlayError(
+            "skyrl_r3",
+            expected="patches that apply",
+            got=repr(error),
+            hint="Please report this. Without R3, or with SKYRL_R3=off, SkyRL runs as ever.",
+        )
+    )
+    plan = manifest.plan()
+    targets = {target.name: target for target in plan.manifest.targets}
+    for applied in list(_ledger):
+        applied.undo()
+        _refuse(plan, targets[applied.target], applied.module)
+
+
+def _refuse(plan: manifest.Plan, target: Target, module: Any) -> None:
+    if target.refusal and plan.found[target.name] is not None:
         try:
-            plan = manifest.plan()
-            error = plan.error()
-            for target in plan.manifest.targets:
-                if target.module != module_name:
-                    continue
-                if error is None:
-                    _apply(target, module, target.replacement, undo)
-                elif target.refusal and plan.found[target.name] is not None:
-                    _apply(target, module, target.refusal, undo, error)
-            undo.pop_all()
+            _apply(target, module, _error(plan))
         except Exception:
-            logger.exception("skyrl-r3 could not patch %s and leaves it as it is", module_name)
+            logger.exception("skyrl-r3 could not guard %s", target.name)
+
+
+def _error(plan: manifest.Plan) -> OverlayError | None:
+    return next(iter(_failures), None) or plan.error()
 
 
 @cache
@@ -187,31 +240,37 @@ def _warn_once(message: str) -> None:
     logger.warning(message)
 
 
-def _apply(target: Target, module: ModuleType, factory_name: str, undo: ExitStack, *extra: Any) -> None:
+def _apply(target: Target, module: Any, refuse_with: OverlayError | None = None) -> _Applied:
+    """Replace ``target`` in ``module``, or have it raise ``refuse_with`` when the flag is on."""
     owner, name = _owner(module, target.attribute)
-    if any(applied.owner is owner and applied.name == name for applied in _ledger):
-        return
     before = inspect.getattr_static(owner, name)
+    for applied in _ledger:
+        if applied.owner is owner and applied.name == name:
+            return applied
     kind = type(before) if isinstance(before, staticmethod | classmethod) else None
     function = before.__func__ if kind else before
     if any(applied.replacement is function for applied in _ledger):
         # Imported by name from a module that is patched already.
         before = function = function.__wrapped__
     # One function under several names has one replacement: pickle finds functions by name and identity.
-    replacement = next(
-        (applied.replacement for applied in _ledger if applied.replacement.__wrapped__ is function), None
-    )
-    if replacement is None:
-        replacement = _load(factory_name)(function, *extra)
+    made = (applied.replacement for applied in _ledger if applied.replacement.__wrapped__ is function)
+    replacement = next(made, None)
+    if replacement is None and refuse_with is None:
+        replacement = _load(target.replacement)(function)
+    elif replacement is None:
+        replacement = _load(target.refusal)(function, refuse_with)
     now = kind(replacement) if kind else replacement
-    applied = _Applied(target=target.name, owner=owner, name=name, before=before, now=now)
+    refuses = refuse_with is not None
+    applied = _Applied(
+        target=target.name, refuses=refuses, module=module, owner=owner, name=name, before=before, now=now
+    )
     setattr(owner, name, now)
     _ledger.append(applied)
-    undo.callback(applied.undo)
-    logger.info("Patched %s", target.name)
+    logger.info("%s %s", "Guarded" if refuses else "Patched", target.name)
+    return applied
 
 
-def _owner(module: ModuleType, attribute: str) -> tuple[Any, str]:
+def _owner(module: Any, attribute: str) -> tuple[Any, str]:
     *classes, name = attribute.split(".")
     owner: Any = module
     for class_name in classes:
@@ -226,11 +285,16 @@ def _load(name: str) -> Callable[..., Any]:
 
 def _state(plan: manifest.Plan, target: Target) -> dict[str, str]:
     found = plan.found[target.name]
-    applied = next((applied for applied in _ledger if applied.target == target.name), None)
+    # The newest entry: a module that was dropped and imported again is the one that callers have now.
+    applied = next((applied for applied in reversed(_ledger) if applied.target == target.name), None)
     if found is None:
         return {"state": "absent", "detail": f"not in SkyRL {plan.version}"}
     if target in plan.drifted():
         return {"state": "drifted", "detail": f"expected {target.signature}, got {found.signature}"}
+    if _failures:
+        return {"state": "drifted", "detail": str(_failures[0])}
+    if plan.drifted():
+        return {"state": "pending", "detail": f"nothing is applied: {plan.drifted()[0].name} does not fit"}
     if applied is None:
         return {"state": "pending", "detail": "off" if is_off() or not autoload.installed() else "not imported yet"}
     if applied.current() is not applied.now:

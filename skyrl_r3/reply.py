@@ -121,6 +121,9 @@ def load(body: bytes, *, prompt_token_ids: list[int], where: str) -> tuple[dict[
             where=where,
             hint="The engine and this client disagree on what was generated, so no row can be trusted.",
         )
+    if len(ids) and not ids.size:
+        expected = "at least one layer and one expert a row"
+        raise ReplyError("routed_experts.shape", expected=expected, got=describe(ids), where=where)
     if not response:
         ids = ids[:prompt]
     try:
@@ -134,7 +137,7 @@ def load(body: bytes, *, prompt_token_ids: list[int], where: str) -> tuple[dict[
 def _first_choice(reply: object, where: str) -> dict[str, Any]:
     choices = reply.get("choices") if isinstance(reply, dict) else None
     if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
-        raise ReplyError("choices", expected="a list with one object", got=describe(choices), where=where)
+        raise ReplyError("choices", expected="a list that begins with an object", got=describe(choices), where=where)
     return choices[0]
 
 

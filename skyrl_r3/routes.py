@@ -14,6 +14,7 @@ from typing import Any, overload
 
 import numpy as np
 
+from skyrl_r3 import codec
 from skyrl_r3.errors import RouteError, describe
 
 
@@ -28,12 +29,14 @@ class RoutedExperts:
         token_ids: ``[rows]`` int32, the tokens that were fed to the model for these rows.
 
     Raises:
+        CodecError: ``ids`` is not such an array, or has a negative id. Checked here once; later stages trust it.
         RouteError: ``ids`` and ``token_ids`` differ in their number of rows.
     """
 
     __slots__ = ("ids", "token_ids")
 
     def __init__(self, ids: np.ndarray, token_ids: np.ndarray) -> None:
+        codec.check(ids)
         if len(ids) != len(token_ids):
             raise RouteError("routed_experts.token_ids", expected=f"{len(ids)} tokens", got=str(len(token_ids)))
         self.ids = ids
@@ -54,7 +57,9 @@ class RoutedExperts:
     def __getitem__(self, index: slice | int) -> RoutedExperts | np.ndarray:
         """Rows of a slice with their tokens (a view), or the ids ``[layers, topk]`` of one row."""
         if isinstance(index, slice):
-            return RoutedExperts(self.ids[index], self.token_ids[index])
+            part = object.__new__(RoutedExperts)
+            part.ids, part.token_ids = self.ids[index], self.token_ids[index]
+            return part
         return self.ids[index]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
@@ -89,6 +94,9 @@ def as_token_array(token_ids: Sequence[int], field: str = "token_ids") -> np.nda
         RouteError: Something in it is not an integer of 32 bits.
     """
     try:
+        # `array` would take the memory of a bytes object for the integers, and True for 1.
+        if isinstance(token_ids, bytes | bytearray) or {bool, np.bool_} & set(map(type, token_ids)):
+            raise TypeError("not all of them are integers")
         return np.frombuffer(array("i", token_ids), dtype=np.int32)
     except (TypeError, OverflowError) as error:
         raise RouteError(field, expected="a list of token ids", got=f"{describe(token_ids)}: {error}") from error

@@ -1,0 +1,416 @@
+"""What the property-based tests feed the package: routes in every layout, and replies that are wrong.
+
+Stock hypothesis array strategies give neither strided nor read-only nor big-endian arrays, so the layouts are made
+here. Nothing in this module uses the code under test.
+"""
+
+from __future__ import annotations
+
+import base64
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+
+Array = np.ndarray[Any, Any]
+Shape = tuple[int, int, int]
+
+EDGE_IDS = (0, 1, 7, 127, 128, 254, 255, 256, 257, 383, 511, 32766, 32767, 32768, 65535, 65536, 2**31 - 1)
+"""Largest ids at and beside the limits of int8, uint8, int16, uint16 and int32."""
+
+INTEGER_DTYPES = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64")
+
+HAVE_TORCH = importlib.util.find_spec("torch") is not None
+
+
+class Tagged(np.ndarray):
+    """A numpy subclass, as xarray-like wrappers and memory maps are."""
+
+
+@dataclass
+class Routes:
+    """Ids to be encoded, and what must come back.
+
+    Attributes:
+        given: What the code under test gets, of any layout.
+        values: The same ids as int64, C order, in memory of their own.
+        buffer: The array that owns the memory of ``given``, for tests that write to it afterwards.
+        layout: Name of the layout, for hypothesis' report.
+    """
+
+    given: Any
+    values: Array
+    layout: str
+    buffer: Any = field(repr=False, default=None)
+
+    def overwrite(self) -> None:
+        """Do what an engine does that reuses its buffer: change every id in place."""
+        self.buffer[...] = self.buffer == 0
+
+
+def wire_dtype(max_id: int) -> str:
+    """The name of the dtype that the design gives to a largest id, worked out apart from the codec."""
+    if max_id < 0 or max_id >= 1 << 31:
+        raise AssertionError(f"no dtype of the wire holds {max_id}")
+    return "uint8" if max_id < 1 << 8 else "int16" if max_id < 1 << 15 else "int32"
+
+
+def assert_canonical(array: Any, values: Array) -> None:
+    """``array`` has the ids of ``values`` and everything else that the codec promises.
+
+    ``np.array_equal`` alone would take a float or an int64 array for right.
+    """
+    assert type(array) is np.ndarray
+    assert array.dtype.str == np.dtype(wire_dtype(int(values.max(initial=0)))).str
+    assert array.shape == values.shape
+    assert array.tolist() == values.tolist()
+    assert array.flags.writeable
+    assert array.flags.c_contiguous
+    assert array.flags.aligned
+
+
+# Layouts: each takes C-ordered ids and gives an array of the same ids, and the array that owns its memory.
+
+
+def _plain(ids: Array) -> tuple[Any, Any]:
+    copy = ids.copy()
+    return copy, copy
+
+
+def _fortran(ids: Array) -> tuple[Any, Any]:
+    copy = np.array(ids, order="F")
+    return copy, copy
+
+
+def _sliced(ids: Array) -> tuple[Any, Any]:
+    rows, layers, topk = ids.shape
+    buffer = np.full((2 * rows + 1, layers + 2, topk + 1), 9, ids.dtype)
+    view = buffer[1::2, 1:-1, :topk]
+    view[...] = ids
+    return view, buffer
+
+
+def _tail(ids: Array) -> tuple[Any, Any]:
+    buffer = np.concatenate([np.full_like(ids[:1], 9), ids])
+    return buffer[len(buffer) - len(ids) :], buffer
+
+
+def _reversed_rows(ids: Array) -> tuple[Any, Any]:
+    buffer = ids[::-1].copy()
+    return buffer[::-1], buffer
+
+
+def _reversed_all(ids: Array) -> tuple[Any, Any]:
+    buffer = ids[::-1, ::-1, ::-1].copy()
+    return buffer[::-1, ::-1, ::-1], buffer
+
+
+def _transposed(ids: Array) -> tuple[Any, Any]:
+    buffer = ids.transpose(2, 1, 0).copy()
+    return buffer.transpose(2, 1, 0), buffer
+
+
+def _layers_first(ids: Array) -> tuple[Any, Any]:
+    buffer = ids.transpose(1, 0, 2).copy()
+    return buffer.transpose(1, 0, 2), buffer
+
+
+def _broadcast(ids: Array) -> tuple[Any, Any]:
+    buffer = ids[:1].copy()
+    return (np.broadcast_to(buffer, ids.shape) if len(buffer) else buffer), buffer
+
+
+def _read_only(ids: Array) -> tuple[Any, Any]:
+    buffer = ids.copy()
+    view = buffer.view()
+    view.flags.writeable = False
+    return view, buffer
+
+
+def _big_endian(ids: Array) -> tuple[Any, Any]:
+    copy = ids.astype(ids.dtype.newbyteorder(">"))
+    return copy, copy
+
+
+def _subclass(ids: Array) -> tuple[Any, Any]:
+    buffer = ids.copy()
+    return buffer.view(Tagged), buffer
+
+
+def _unaligned(ids: Array) -> tuple[Any, Any]:
+    array = np.ndarray(ids.shape, ids.dtype, bytearray(ids.nbytes + 1), offset=1)
+    array[...] = ids
+    return array, array
+
+
+def _tensor(ids: Array) -> tuple[Any, Any]:
+    import torch
+
+    tensor = torch.from_numpy(ids.copy())
+    return tensor, tensor
+
+
+def _tensor_transposed(ids: Array) -> tuple[Any, Any]:
+    import torch
+
+    buffer = torch.from_numpy(ids.transpose(2, 1, 0).copy())
+    return buffer.permute(2, 1, 0), buffer
+
+
+def _tensor_strided(ids: Array) -> tuple[Any, Any]:
+    import torch
+
+    buffer = torch.from_numpy(np.repeat(ids, 2, axis=0))
+    return buffer[::2], buffer
+
+
+def _tensor_expanded(ids: Array) -> tuple[Any, Any]:
+    import torch
+
+    buffer = torch.from_numpy(ids[:1].copy())
+    return (buffer.expand(*ids.shape) if len(buffer) else buffer), buffer
+
+
+LAYOUTS: dict[str, Callable[[Array], tuple[Any, Any]]] = {
+    "c": _plain,
+    "fortran": _fortran,
+    "sliced": _sliced,
+    "tail": _tail,
+    "reversed_rows": _reversed_rows,
+    "reversed_all": _reversed_all,
+    "transposed": _transposed,
+    "layers_first": _layers_first,
+    "broadcast": _broadcast,
+    "read_only": _read_only,
+    "big_endian": _big_endian,
+    "subclass": _subclass,
+    "unaligned": _unaligned,
+}
+TENSOR_LAYOUTS: dict[str, Callable[[Array], tuple[Any, Any]]] = (
+    {
+        "tensor": _tensor,
+        "tensor_transposed": _tensor_transposed,
+        "tensor_strided": _tensor_strided,
+        "tensor_expanded": _tensor_expanded,
+    }
+    if HAVE_TORCH
+    else {}
+)
+ALL_LAYOUTS = {**LAYOUTS, **TENSOR_LAYOUTS}
+
+
+def lay_out(ids: Array, layout: str) -> Routes:
+    """``ids`` in one of :data:`ALL_LAYOUTS`."""
+    given, buffer = ALL_LAYOUTS[layout](ids)
+    # Broadcast layouts repeat the first row, so what comes back is read from the result.
+    values = np.array(given.numpy() if layout in TENSOR_LAYOUTS else given, dtype=np.int64, order="C", subok=False)
+    return Routes(given, values, layout, buffer)
+
+
+def shapes() -> st.SearchStrategy[Shape]:
+    """[rows, layers, topk]: none, one and a few hundred rows, one layer, top-1, odd byte counts."""
+    small = st.tuples(st.integers(0, 6), st.integers(1, 5), st.integers(1, 9))
+    return st.one_of(
+        small, st.sampled_from([(0, 48, 8), (1, 1, 1), (1, 48, 8), (300, 3, 2), (257, 1, 1), (400, 1, 8), (5, 0, 8)])
+    )
+
+
+@st.composite
+def ids(draw: st.DrawFn, max_ids: tuple[int, ...] = EDGE_IDS, shape: Shape | None = None) -> Array:
+    """C-ordered ids of any integer dtype, the largest of which is one of ``max_ids``."""
+    size = draw(shapes()) if shape is None else shape
+    max_id = draw(st.sampled_from(max_ids))
+    dtype = draw(st.sampled_from([name for name in INTEGER_DTYPES if np.iinfo(name).max >= max_id]))
+    random = np.random.default_rng(draw(st.integers(0, 2**16)))
+    array = random.integers(0, max_id + 1, size, dtype=np.int64).astype(dtype)
+    if array.size:
+        array.reshape(-1)[draw(st.integers(0, array.size - 1))] = max_id
+    return array
+
+
+@st.composite
+def routes(draw: st.DrawFn, layouts: tuple[str, ...] = tuple(ALL_LAYOUTS)) -> Routes:
+    """Routes of any shape, dtype, range and layout."""
+    return lay_out(draw(ids()), draw(st.sampled_from(layouts)))
+
+
+# Wrong envelopes.
+
+
+@dataclass
+class Malformed:
+    """An envelope that must be refused, and the field that the error must name."""
+
+    envelope: Any
+    field: str
+    mutation: str
+
+
+def envelope(array: Array) -> dict[str, Any]:
+    """The packed envelope of ``array`` as it is, written without the codec."""
+    little = np.ascontiguousarray(array).astype(array.dtype.newbyteorder("<"))
+    data = base64.b64encode(little.tobytes()).decode("ascii")
+    return {"data": data, "shape": list(array.shape), "dtype": array.dtype.name}
+
+
+NOT_OBJECTS: tuple[Any, ...] = (None, True, 0, 1.5, "AAECAw==", b"AAEC", [], ["data", "shape", "dtype"], (), {1, 2})
+WRONG_DTYPES: tuple[Any, ...] = (
+    "<i2", "=i2", ">i2", "|u1", "u1", "i2", "int8", "uint16", "int64", "uint32", "float32", "float16", "bool",
+    "object", "O", "INT16", " int16", "int16 ", "int16\n", "", "int", None, True, 0, 2, 1.5, [], ["int16"], {},
+    {"name": "int16"}, b"int16", np.dtype("int16"), np.int16,
+)  # fmt: skip
+WRONG_SHAPES: tuple[Any, ...] = (
+    None, True, 12, 12.0, "232", "[2,3,2]", b"\x02\x03\x02", {}, {2: 0, 3: 0, 1: 0}, {2, 3, 4}, range(2, 5), [],
+    [12], [6, 2], [2, 3, 2, 1], [True, 3, 2], [2, True, 6], [2, 3, False], [2.0, 3, 2], [2, 3, 2.0],
+    ["2", "3", "2"], [2, 3, None], [[2], [3], [2]], [-2, 3, -2], [2, -3, 2], [-1, 3, 2], [np.int64(2), 3, 2],
+    [2, 3, float("nan")], [2, 3, float("inf")], [2**40, 1, 1], [1, 2**31 + 1, 1], [2**20, 2**10, 8], [2**32, 2**32, 1],
+    [2**63, 2**63, 2**63], [2**64 - 1, 1, 1],
+)  # fmt: skip
+WRONG_DATA: tuple[Any, ...] = (None, True, 0, 1.5, [], ["AAAA"], {}, {"data": "AAAA"}, [65, 65, 65, 65])
+FOREIGN = "\n\r\t \x00!-_.,=%\"'\\é€"
+"""Characters outside the standard alphabet: white space, the URL-safe pair, padding, and non-ASCII ones."""
+
+
+def _ending(remainder: int) -> st.SearchStrategy[Shape]:
+    """Shapes whose uint8 bytes leave ``remainder`` over a multiple of three, so that the base64 is padded."""
+    return st.integers(0, 20).map(lambda n: (3 * n + remainder, 1, 1))
+
+
+@st.composite
+def _set_pad_bits(draw: st.DrawFn) -> Malformed:
+    remainder = draw(st.sampled_from([1, 2]))
+    array = draw(ids(max_ids=(200,), shape=draw(_ending(remainder)))).astype(np.uint8)
+    wrong = envelope(array)
+    alphabet = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
+    pad = 3 - remainder
+    body, last = wrong["data"][: -pad - 1], wrong["data"][-pad - 1]
+    bits = draw(st.integers(1, (1 << 2 * pad) - 1))
+    wrong["data"] = body + alphabet[alphabet.index(last) | bits] + "=" * pad
+    return Malformed(wrong, "routed_experts.data", "pad bits")
+
+
+@st.composite
+def _wrong_data(draw: st.DrawFn) -> Malformed:
+    shape = draw(st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3)))
+    max_id = draw(st.sampled_from([255, 256, 32768]))
+    right = envelope(draw(ids(max_ids=(max_id,), shape=shape)).astype(wire_dtype(max_id)))
+    data = right["data"]
+    raw = base64.b64decode(data)
+    item = np.dtype(right["dtype"]).itemsize
+    at = draw(st.integers(0, len(data.rstrip("=")) - 1))
+    foreign = draw(st.sampled_from(FOREIGN))
+    mutation, changed = draw(
+        st.sampled_from(
+            [
+                ("type", draw(st.sampled_from(WRONG_DATA))),
+                ("empty", ""),
+                ("inserted", data[:at] + foreign + data[at:]),
+                ("replaced", data[:at] + foreign + data[at + 1 :]),
+                ("appended", data + foreign),
+                ("led", foreign + data),
+                ("no pad", data.rstrip("=") if data.endswith("=") else data[:-1]),
+                ("more pad", data + "="),
+                ("all pad", "=" * len(data)),
+                ("after pad", data[:-4] + data[:2] + "==" + data[-4:]),
+                ("pad inside", "AA==" + data[4:] if len(data) > 4 else "A=A="),
+                ("twice", data + data),
+                ("item short", base64.b64encode(raw[:-item]).decode()),
+                ("item long", base64.b64encode(raw + raw[:item]).decode()),
+                ("byte short", base64.b64encode(raw[:-1]).decode()),
+                ("byte long", base64.b64encode(raw + b"\0").decode()),
+                ("base85", base64.b85encode(raw).decode() + "~"),
+                ("hex", raw.hex() + "0"),
+            ]
+        )
+    )
+    if isinstance(changed, str) and changed.isascii() and draw(st.booleans()):
+        changed = changed.encode("ascii")
+    return Malformed({**right, "data": changed}, "routed_experts.data", mutation)
+
+
+@st.composite
+def _wrong_ids(draw: st.DrawFn) -> Malformed:
+    """Well-formed envelopes of arrays that the encoder never makes."""
+    shape = draw(st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3)))
+    small = draw(ids(max_ids=(255,), shape=shape))
+    if draw(st.booleans()):
+        array = small.astype(draw(st.sampled_from(["int16", "int32"])))
+        array.reshape(-1)[draw(st.integers(0, array.size - 1))] = draw(st.sampled_from([-1, -2, -128, -32768]))
+        return Malformed(envelope(array), "routed_experts", "negative id")
+    wide = draw(
+        st.sampled_from(
+            [
+                small.astype("int16"),
+                small.astype("int32"),
+                draw(ids(max_ids=(256, 32767), shape=shape)).astype("int32"),
+                np.empty((0, *shape[1:]), draw(st.sampled_from(["int16", "int32"]))),
+            ]
+        )
+    )
+    return Malformed(envelope(wide), "routed_experts.dtype", "wider than needed")
+
+
+@st.composite
+def _wrong_structure(draw: st.DrawFn) -> Malformed:
+    right = envelope(np.arange(256, 268, dtype=np.int16).reshape(2, 3, 2))
+    kind = draw(st.sampled_from(["not an object", "keys", "dtype", "shape"]))
+    if kind == "not an object":
+        return Malformed(draw(st.sampled_from(NOT_OBJECTS)), "routed_experts", kind)
+    if kind == "keys":
+        wrong: dict[Any, Any] = dict(right)
+        for key in draw(st.sets(st.sampled_from(["data", "shape", "dtype"]))):
+            del wrong[key]
+        extra = draw(st.dictionaries(st.sampled_from(["start", "", "Data", "encoding", 0, None, True]), st.none()))
+        wrong.update(extra if extra or len(wrong) < 3 else {"start": 0})
+        return Malformed(wrong, "routed_experts", kind)
+    wrongs = WRONG_DTYPES if kind == "dtype" else WRONG_SHAPES
+    return Malformed({**right, kind: draw(st.sampled_from(wrongs))}, f"routed_experts.{kind}", kind)
+
+
+def malformed_envelopes() -> st.SearchStrategy[Malformed]:
+    """Envelopes each of which is wrong in one way, with the field that is wrong."""
+    return st.one_of(_wrong_structure(), _wrong_data(), _set_pad_bits(), _wrong_ids())
+
+
+def json_values(leaves: st.SearchStrategy[Any] | None = None) -> st.SearchStrategy[Any]:
+    """Anything that JSON can say."""
+    scalars = st.one_of(
+        st.none(),
+        st.booleans(),
+        st.integers(-(2**63), 2**64 - 1),
+        st.floats(allow_nan=False, allow_infinity=False),
+        st.sampled_from(["", "AA==", "AAAA", "uint8", "int16", "int32", "é", "\x93NUMPY"]),
+    )
+    return st.recursive(
+        scalars if leaves is None else leaves,
+        lambda inner: (
+            st.lists(inner, max_size=4)
+            | st.dictionaries(st.sampled_from(["data", "shape", "dtype", "x"]), inner, max_size=4)
+        ),
+        max_leaves=12,
+    )
+
+
+@st.composite
+def mutations(draw: st.DrawFn, body: bytes) -> bytes:
+    """``body`` after one to three byte-level accidents: a flip, a cut, an insertion, a piece sent twice."""
+    for _ in range(draw(st.integers(1, 3))):
+        at, to = sorted((draw(st.integers(0, len(body))), draw(st.integers(0, len(body)))))
+        kind = draw(st.sampled_from(["flip", "cut", "end", "insert", "duplicate", "replace"]))
+        if kind == "flip" and at < len(body):
+            body = body[:at] + bytes([body[at] ^ (1 << draw(st.integers(0, 7)))]) + body[at + 1 :]
+        elif kind == "cut":
+            body = body[:at] + body[to:]
+        elif kind == "end":
+            body = body[:at]
+        elif kind == "insert":
+            body = body[:at] + draw(st.binary(min_size=1, max_size=4)) + body[at:]
+        elif kind == "duplicate":
+            body = body[:to] + body[at:to] + body[to:]
+        else:
+            # Bytes that mean something to JSON or base64 get further than random ones.
+            body = body[:at] + bytes([draw(st.sampled_from(b'0123456789AZaz+/=[]{}",:-. \n'))]) + body[at + 1 :]
+    return body

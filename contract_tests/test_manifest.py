@@ -1,0 +1,406 @@
+"""The manifest against the installed SkyRL 0.3.0, and the reading of sources that the check is made of."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import hashlib
+import importlib
+import importlib.util
+import inspect
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+from contract_tests import fake_skyrl
+from contract_tests.child import run
+from contract_tests.fake_skyrl import CLIENT, PREPROCESS, TRAINER, manifest_030
+from skyrl_r3 import manifest
+from skyrl_r3.errors import DriftError, R3Error, UnsupportedSkyRLError
+from skyrl_r3.manifest import Target, read_target
+
+MANIFEST = manifest_030()
+TARGETS = [pytest.param(target, id=target.name) for target in MANIFEST.targets]
+
+
+def skyrl_root() -> Path:
+    """SkyRL's package folder, found without the overlay's own code."""
+    spec = importlib.util.find_spec("skyrl")
+    assert spec is not None, "these tests need skyrl 0.3.0"
+    assert spec.origin is not None
+    return Path(spec.origin).parent
+
+
+def source_path(module: str) -> Path:
+    """File of one of SkyRL's modules."""
+    return skyrl_root().joinpath(*module.split(".")[1:]).with_suffix(".py")
+
+
+# The installed SkyRL
+
+
+def test_the_reviewed_release_is_installed() -> None:
+    version, root = manifest.installed_skyrl()
+    assert (version, root) == (MANIFEST.reviewed, skyrl_root())
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_target_is_as_reviewed(target: Target) -> None:
+    """Signature and source text, with a diff of the manifest's row where they are not."""
+    found = read_target(skyrl_root(), target.module, target.attribute)
+    assert found is not None, f"{target.name} is not in SkyRL {MANIFEST.reviewed}"
+    listed = [f"signature = {target.signature!r}", f"sha256 = {target.sha256!r}"]
+    there = [f"signature = {found.signature!r}", f"sha256 = {found.sha256!r}"]
+    diff = "\n".join(difflib.unified_diff(listed, there, "patches/skyrl-0.3.toml", target.name, lineterm=""))
+    assert listed == there, f"\n{diff}"
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_sha256_is_that_of_the_lines_of_the_definition(target: Target) -> None:
+    """Computed here in another way, from the file's bytes. A comment behind the last statement does not count."""
+    home = next(t.module for t in MANIFEST.targets if (t.attribute, t.sha256) == (target.attribute, target.sha256))
+    text = source_path(home).read_text(encoding="utf-8")
+    name = target.attribute.rpartition(".")[2]
+    nodes = [
+        node
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name
+    ]
+    assert len(nodes) == 1, f"{name} is defined {len(nodes)} times in {home}: which one is meant?"
+    node = nodes[0]
+    lines = text.encode().split(b"\n")[node.lineno - 1 : node.end_lineno]
+    lines[-1] = lines[-1][: node.end_col_offset]
+    lines[0] = lines[0][node.col_offset :]
+    assert hashlib.sha256(b"\n".join(lines)).hexdigest() == target.sha256
+
+
+def test_the_plan_has_no_drift_and_no_edits() -> None:
+    plan = manifest.plan()
+    assert plan.manifest == MANIFEST
+    assert plan.drifted() == []
+    assert plan.error() is None
+    assert [target.name for target in plan.manifest.targets if plan.edited(target)] == []
+
+
+def test_every_caller_that_bound_a_function_by_name_is_a_target() -> None:
+    """``from module import name`` keeps the function it got: each such module needs a row of its own."""
+    patched = {target.name for target in MANIFEST.targets}
+    functions = {target.attribute for target in MANIFEST.targets if "." not in target.attribute}
+    missed = []
+    for path in skyrl_root().rglob("*.py"):
+        module = ".".join(("skyrl", *path.relative_to(skyrl_root()).with_suffix("").parts))
+        text = path.read_text(encoding="utf-8")
+        if not any(name in text for name in functions):
+            continue
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("skyrl"):
+                missed += [
+                    f"{module}.{alias.asname or alias.name}"
+                    for alias in node.names
+                    if alias.name in functions and f"{module}.{alias.asname or alias.name}" not in patched
+                ]
+    assert missed == []
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_name_is_bound_where_the_manifest_says(target: Target) -> None:
+    """The module or class itself binds the name, by ``def`` or by import, exactly once and at its top level."""
+    body = ast.parse(source_path(target.module).read_text(encoding="utf-8")).body
+    *classes, name = target.attribute.split(".")
+    for class_name in classes:
+        (body,) = [node.body for node in body if isinstance(node, ast.ClassDef) and node.name == class_name]
+    defined = [n for n in body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef) and n.name == name]
+    imported = [
+        alias
+        for n in body
+        if isinstance(n, ast.ImportFrom)
+        for alias in n.names
+        if (alias.asname or alias.name) == name
+    ]
+    assert len(defined) + len(imported) == 1
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_hooks_resolve_to_factories(target: Target) -> None:
+    """``replacement`` takes the original; ``refusal`` takes the original and the error."""
+    for hook, parameters in ((target.replacement, ["original"]), (target.refusal, ["original", "error"])):
+        if not hook:
+            continue
+        module, _, name = hook.partition(":")
+        factory = getattr(importlib.import_module(module), name)
+        assert list(inspect.signature(factory).parameters) == parameters
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_row_is_complete(target: Target) -> None:
+    assert target.what
+    assert target.why
+    assert target.upstream
+    assert len(target.sha256) == 64
+
+
+def test_targets_are_listed_once() -> None:
+    names = [target.name for target in MANIFEST.targets]
+    assert len(names) == len(set(names))
+
+
+def test_both_ends_of_the_wire_can_refuse() -> None:
+    """Server and client see SkyRL's flag: with drift, one of them must be there to raise."""
+    refusing = {target.module for target in MANIFEST.targets if target.refusal}
+    assert refusing == {fake_skyrl.SERVER, CLIENT}
+
+
+def test_the_check_imports_nothing_of_skyrl() -> None:
+    ran = run(
+        """
+        import sys
+        from skyrl_r3 import manifest
+        plan = manifest.plan()
+        assert plan.error() is None
+        report(
+            version=plan.version,
+            skyrl=[name for name in sys.modules if name.split(".")[0] in ("skyrl", "skyrl_gym")],
+            heavy=[name for name in ("torch", "vllm", "ray", "transformers") if name in sys.modules],
+        )
+        """
+    )
+    assert ran.values == {"version": "0.3.0", "skyrl": [], "heavy": []}
+
+
+# Reading one target
+
+
+def package(folder: Path, **modules: str) -> Path:
+    """A package folder with ``modules``, dots written as ``__``."""
+    for name, text in modules.items():
+        path = folder.joinpath(*name.split("__")).with_suffix(".py")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(dedent(text))
+    return folder
+
+
+def test_read_missing_module(tmp_path: Path) -> None:
+    assert read_target(package(tmp_path, a=""), "skyrl.b", "f") is None
+
+
+def test_read_missing_attribute(tmp_path: Path) -> None:
+    root = package(tmp_path, a="def g(): pass\nclass C:\n    def f(self): pass\nf = 1\n")
+    assert read_target(root, "skyrl.a", "f") is None
+
+
+def test_read_missing_class(tmp_path: Path) -> None:
+    assert read_target(package(tmp_path, a="def f(): pass\n"), "skyrl.a", "C.f") is None
+
+
+@pytest.mark.parametrize(
+    ("source", "signature"),
+    [
+        ("def f(): ...", "()"),
+        ("def f(a: int, b: 'str' = 'x') -> None: ...", "(a, b='x')"),
+        ("def f(a, /, b, *args: int, c=None, **kwargs: str): ...", "(a, /, b, *args, c=None, **kwargs)"),
+        ("def f(*, a: list[int]): ...", "(*, a)"),
+        ("async def f(a): ...", "async (a)"),
+        ("@cache\ndef f(a): ...", "@cache (a)"),
+        ("@outer(1)\n@staticmethod\nasync def f(a): ...", "@outer(1) @staticmethod async (a)"),
+    ],
+)
+def test_read_signature(tmp_path: Path, source: str, signature: str) -> None:
+    found = read_target(package(tmp_path, a=f"{source}\n"), "skyrl.a", "f")
+    assert found is not None
+    assert found.signature == signature
+
+
+def test_read_method(tmp_path: Path) -> None:
+    root = package(
+        tmp_path,
+        sub__a="""
+        class Other:
+            def f(self, wrong): pass
+
+        class C:
+            class Inner:
+                async def f(self, inner): pass
+
+            @staticmethod
+            def f(right=1): pass
+        """,
+    )
+    method, inner = read_target(root, "skyrl.sub.a", "C.f"), read_target(root, "skyrl.sub.a", "C.Inner.f")
+    assert method is not None
+    assert inner is not None
+    assert (method.signature, inner.signature) == ("@staticmethod (right=1)", "async (self, inner)")
+
+
+def test_read_imported_name_is_the_function_it_names(tmp_path: Path) -> None:
+    root = package(tmp_path, a="from skyrl.sub.b import (\n    f,\n    g,\n)\n", sub__b="def f(x): return 1\n")
+    imported, defined = read_target(root, "skyrl.a", "f"), read_target(root, "skyrl.sub.b", "f")
+    assert imported is not None
+    assert imported == defined
+
+
+def test_read_imported_name_whose_module_is_gone(tmp_path: Path) -> None:
+    assert read_target(package(tmp_path, a="from skyrl.b import f\n"), "skyrl.a", "f") is None
+
+
+def test_read_syntax_error(tmp_path: Path) -> None:
+    """A module that cannot be parsed cannot be imported either: absent, and no exception."""
+    assert read_target(package(tmp_path, a="def f(:\n"), "skyrl.a", "f") is None
+
+
+def test_read_hashes_the_function_and_nothing_around_it(tmp_path: Path) -> None:
+    before = read_target(package(tmp_path / "1", a="def f(a):\n    return a\n"), "skyrl.a", "f")
+    moved = read_target(
+        package(tmp_path / "2", a="import os\n\n\ndef f(a):\n    return a\n\n\nX = 1\n"), "skyrl.a", "f"
+    )
+    edited = read_target(package(tmp_path / "3", a="def f(a):\n    return -a\n"), "skyrl.a", "f")
+    assert before is not None
+    assert edited is not None
+    assert before == moved
+    assert before.sha256 == hashlib.sha256(b"def f(a):\n    return a").hexdigest()
+    assert before.sha256 != edited.sha256
+
+
+# The choice of a manifest
+
+CHOOSE = """
+from skyrl_r3 import errors, manifest
+
+def choose():
+    try:
+        plan = manifest.plan()
+        return {"version": plan.version, "reviewed": plan.manifest.reviewed}
+    except errors.UnsupportedSkyRLError as error:
+        return {"field": error.field, "expected": error.expected, "got": error.got, "message": str(error)}
+"""
+SUPPORTED = ["0.3.0", "0.3.1.dev1", "0.3.1rc1", "0.3.7", "0.3.0+local.1"]
+UNSUPPORTED = ["0.2.9", "0.3.0.dev3", "0.4.0.dev1", "0.4.0", "0.5.0rc1", "1.0"]
+
+
+@pytest.fixture(scope="module")
+def choices(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
+    """By version, what is chosen where that version is installed. All in one process, which sees one at a time."""
+    folders = {
+        version: str(fake_skyrl.build(tmp_path_factory.mktemp("skyrl"), version=version))
+        for version in SUPPORTED + UNSUPPORTED
+    }
+    return run(
+        CHOOSE
+        + f"""
+import sys
+chosen = {{}}
+for version, folder in {folders!r}.items():
+    sys.path.insert(0, folder)
+    manifest.plan.cache_clear()
+    chosen[version] = choose()
+report(**chosen)
+"""
+    ).values
+
+
+@pytest.mark.parametrize("version", SUPPORTED)
+def test_supported_version(choices: dict[str, dict[str, str]], version: str) -> None:
+    assert choices[version] == {"version": version, "reviewed": "0.3.0"}
+
+
+@pytest.mark.parametrize("version", UNSUPPORTED)
+def test_unsupported_version_is_named_with_those_supported(choices: dict[str, dict[str, str]], version: str) -> None:
+    refused = choices[version]
+    assert refused["got"] == version
+    assert MANIFEST.skyrl in refused["expected"]
+    assert version in refused["message"]
+    assert MANIFEST.skyrl in refused["message"]
+
+
+def hidden(metadata: Path | None = None) -> str:
+    """Code that hides the installed SkyRL, and optionally shows the metadata in a folder instead."""
+    shown = "" if metadata is None else f"sys.path.insert(0, {str(metadata)!r})"
+    return f"""
+import importlib.metadata, importlib.util, sys
+{shown}
+real_spec, real_version = importlib.util.find_spec, importlib.metadata.version
+def version(name):
+    if name == "skyrl":
+        raise importlib.metadata.PackageNotFoundError(name)
+    return real_version(name)
+importlib.util.find_spec = lambda name, package=None: None if name == "skyrl" else real_spec(name, package)
+importlib.metadata.version = version
+"""
+
+
+def test_no_skyrl() -> None:
+    ran = run(hidden() + CHOOSE + "report(**choose())")
+    assert (ran.values["field"], ran.values["got"]) == ("skyrl", "none")
+
+
+def test_only_the_older_package(tmp_path: Path) -> None:
+    """``skyrl-train`` is what users of old guides have: say that it has no R3, instead of "not installed"."""
+    info = tmp_path / "skyrl_train-0.3.1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: skyrl-train\nVersion: 0.3.1\n")
+    ran = run(hidden(tmp_path) + CHOOSE + "report(**choose())")
+    assert "skyrl-train 0.3.1" in ran.values["got"]
+    assert "no R3" in ran.values["got"]
+
+
+def test_a_package_that_does_not_say_its_version_has_that_of_its_metadata(tmp_path: Path) -> None:
+    info = tmp_path / "skyrl-0.3.5.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: skyrl\nVersion: 0.3.5\n")
+    ran = run(CHOOSE + "report(**choose())", path=[fake_skyrl.build(tmp_path, version=None)])
+    assert ran.values["version"] == "0.3.5"
+
+
+def test_the_package_on_the_path_counts_and_not_the_installed_one(tmp_path: Path) -> None:
+    ran = run(
+        "from skyrl_r3 import manifest\nversion, root = manifest.installed_skyrl()\n"
+        "report(version=version, root=str(root))",
+        path=[fake_skyrl.build(tmp_path, version="0.3.9")],
+    )
+    assert ran.values == {"version": "0.3.9", "root": str(tmp_path / "skyrl")}
+
+
+# The error
+
+
+def test_drift_error_names_target_expected_found_and_version() -> None:
+    target = next(target for target in MANIFEST.targets if target.name == f"{CLIENT}.RemoteInferenceClient._post")
+    found: dict[str, manifest.Found | None] = {
+        t.name: manifest.Found(signature=t.signature, sha256=t.sha256) for t in MANIFEST.targets
+    }
+    found[target.name] = manifest.Found(signature="async (self, address)", sha256="0" * 64)
+    error = manifest.Plan(version="0.3.7", manifest=MANIFEST, found=found).error()
+    assert isinstance(error, DriftError)
+    assert error.field == target.name
+    assert error.expected == target.signature
+    assert error.got == "async (self, address)"
+    assert "0.3.7" in error.where
+    for part in (error.field, error.expected, error.got, "0.3.7"):
+        assert part in str(error)
+
+
+def test_drift_error_of_an_absent_target_and_of_several() -> None:
+    found: dict[str, manifest.Found | None] = {
+        t.name: None if t.module in (PREPROCESS, TRAINER) else manifest.Found(signature=t.signature, sha256=t.sha256)
+        for t in MANIFEST.targets
+    }
+    plan = manifest.Plan(version="0.3.7", manifest=MANIFEST, found=found)
+    error = plan.error()
+    assert error is not None
+    assert {target.module for target in plan.drifted()} == {PREPROCESS, TRAINER}
+    assert PREPROCESS in error.field
+    assert "2 more" in error.field
+
+
+def test_only_the_text_differs_is_edited_and_fits() -> None:
+    found: dict[str, manifest.Found | None] = {
+        t.name: manifest.Found(signature=t.signature, sha256="0" * 64) for t in MANIFEST.targets
+    }
+    plan = manifest.Plan(version="0.3.7", manifest=MANIFEST, found=found)
+    assert plan.error() is None
+    assert all(plan.edited(target) for target in MANIFEST.targets)
+
+
+def test_overlay_errors_are_of_the_one_tree() -> None:
+    assert issubclass(DriftError, R3Error)
+    assert issubclass(UnsupportedSkyRLError, R3Error)
