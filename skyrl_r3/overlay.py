@@ -192,7 +192,9 @@ def module_loaded(module: Any, module_name: str) -> None:
     with _lock:
         plan = manifest.plan()
         # After a reload the module's functions are SkyRL's again.
-        _ledger[:] = [applied for applied in _ledger if applied.module is not module]
+        _ledger[:] = [
+            applied for applied in _ledger if applied.module is not module or applied.current() is applied.now
+        ]
         targets = [target for target in plan.manifest.targets if target.module == module_name]
         if _error(plan) is None:
             try:
