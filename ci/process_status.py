@@ -19,9 +19,7 @@ def status_rows() -> list[dict[str, Any]] | None:
         return None
     import skyrl_r3
 
-    return [
-        {field.name: getattr(row, field.name) for field in dataclasses.fields(row)} for row in skyrl_r3.status()
-    ]
+    return [{field.name: getattr(row, field.name) for field in dataclasses.fields(row)} for row in skyrl_r3.status()]
 
 
 def write_status(path: Path, role: str, **more: Any) -> None:

@@ -25,13 +25,12 @@ HOST = "127.0.0.1"
 async def serve(cli_args: argparse.Namespace, status_file: Path) -> None:
     """Build the engine and the app, add SkyRL's endpoints, and serve until SIGTERM or SIGINT."""
     import uvicorn
+    from process_status import write_status
+    from skyrl.backends.skyrl_train.inference_servers.vllm_server_actor import VLLMServerActor
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.entrypoints.openai.api_server import build_app, init_app_state
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.async_llm import AsyncLLM
-
-    from process_status import write_status
-    from skyrl.backends.skyrl_train.inference_servers.vllm_server_actor import VLLMServerActor
 
     sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -76,6 +75,8 @@ def main(argv: list[str]) -> None:
 
     cli_args = _build_standalone_cli_args(rest)
     cli_args.host = HOST
+    # vLLM on a CPU loses the routes, and opens a port on every interface; see that module.
+    cli_args.worker_cls = "demo_cpu_worker.DemoCPUWorker"
     asyncio.run(serve(cli_args, mine.r3_status))
 
 

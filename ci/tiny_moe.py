@@ -26,7 +26,7 @@ _CHAT_TEMPLATE = (
 
 
 def write_tokenizer(directory: Path) -> int:
-    """Write a byte-level tokenizer without merges, so that a text has one token per byte. Returns the vocabulary size."""
+    """Write a byte-level tokenizer without merges: one token per byte of text. Returns the vocabulary size."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
