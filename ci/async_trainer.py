@@ -84,7 +84,7 @@ class Experiment(BasePPOExp):
         """As SkyRL's, without eight processes that each import transformers to filter a handful of prompts."""
         return PromptDataset(
             datasets=self.cfg.data.train_data,
-            tokenizer=self.tokenizer,
+            tokenizer=self.tokenizer,  # pyright: ignore[reportArgumentType]  (SkyRL's own annotation)
             max_prompt_length=self.cfg.trainer.max_prompt_length,
             num_workers=1,
         )

@@ -186,10 +186,11 @@ class Demo:
         params = get_sampling_params_for_backend(
             "vllm", SamplingParams(temperature=0.0, max_generate_length=max_tokens)
         )
+        request: Any = {"prompt_token_ids": prompt_ids, "sampling_params": params}
         wire, client = Wire(), self.client()
         async with wire.session() as client._session:
             start = time.perf_counter()
-            output = await client.generate(InferenceEngineInput(prompt_token_ids=prompt_ids, sampling_params=params))
+            output = await client.generate(request)
             generate_ms = (time.perf_counter() - start) * 1e3
         responses = output["response_ids"]
         samples = {
@@ -214,7 +215,7 @@ class Demo:
         )
         wire, client = Wire(), self.client()
         generator = SkyRLGymGenerator(config, SkyRLGymConfig(), client, self.tokenizer)
-        request = {
+        request: Any = {
             "prompts": make_prompts(count, "generator"),
             "env_classes": [demo_env.ENV_ID] * count,
             "env_extras": [{} for _ in range(count)],
@@ -224,7 +225,7 @@ class Demo:
         }
         async with wire.session() as client._session:
             start = time.perf_counter()
-            output = await generator.generate(request, disable_tqdm=True)  # type: ignore[arg-type]
+            output = await generator.generate(request, disable_tqdm=True)
             generate_ms = (time.perf_counter() - start) * 1e3
         samples = {
             "prompts": output["prompt_token_ids"],
@@ -249,7 +250,7 @@ class Demo:
         }
         self.recorder.add(case, client, facts, samples, tensors)
         print(
-            f"  {case}: {facts['requests']} replies, {wire.received_bytes / 1e6:.2f} MB, "
+            f"progress: {case}: {facts['requests']} replies, {wire.received_bytes / 1e6:.2f} MB, "
             f"generate {generate_ms:.0f} ms, preprocess {preprocess_ms:.1f} ms",
             flush=True,
         )
@@ -258,7 +259,7 @@ class Demo:
         """All cases, one after the other."""
         start = time.perf_counter()
         await self.client_case("warm-up", count=1, max_tokens=2, keep=False)
-        print(f"  first request (not counted): {time.perf_counter() - start:.1f} s", flush=True)
+        print(f"progress: first request (not counted): {time.perf_counter() - start:.1f} s", flush=True)
 
         await self.client_case("client", count=6, max_tokens=16)
         await self.generator_case("single turn, batched", count=6, max_tokens=16, batched=True)

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm.model_executor.layers.fused_moe import cpu_fused_moe
-from vllm.model_executor.layers.fused_moe.layer import MoERunner
+from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 _select_experts = cpu_fused_moe.select_experts

@@ -27,7 +27,9 @@ class DemoEnv(BaseTextEnv):
         reward = len(action.encode()) % 7 / 7
         answer = {"role": "user", "content": f"turn {self.turns}: {len(action)} characters, go on"}
         observations = [] if done else [answer]
-        return BaseTextEnvStepOutput(observations=observations, reward=reward, done=done, metadata={})
+        return BaseTextEnvStepOutput(
+            observations=observations, reward=reward, done=done, metadata={}, postprocessed_action=None
+        )
 
 
-register(id=ENV_ID, entry_point=DemoEnv)
+register(id=ENV_ID, entry_point="demo_env:DemoEnv")

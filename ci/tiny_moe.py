@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 LAYERS = 24
 EXPERTS = 64
@@ -52,7 +53,7 @@ def write_model(directory: Path, vocab_size: int, eos_token_id: int, pad_token_i
     import torch
     from transformers import GenerationConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    config = Qwen3MoeConfig(
+    fields: dict[str, Any] = dict(
         vocab_size=vocab_size,
         hidden_size=64,
         intermediate_size=64,
@@ -73,8 +74,10 @@ def write_model(directory: Path, vocab_size: int, eos_token_id: int, pad_token_i
         eos_token_id=eos_token_id,
         pad_token_id=pad_token_id,
     )
+    config = Qwen3MoeConfig(**fields)
     torch.manual_seed(SEED)
-    model = Qwen3MoeForCausalLM(config).to(torch.bfloat16)
+    model: Any = Qwen3MoeForCausalLM(config)
+    model = model.to(torch.bfloat16)
     model.generation_config = GenerationConfig(eos_token_id=eos_token_id, pad_token_id=pad_token_id, do_sample=False)
     model.save_pretrained(directory)
 
