@@ -242,9 +242,13 @@ def trainer_overrides(args: argparse.Namespace, proxy_url: str, server_url: str)
     out = args.work / "trainer"
     return {
         "data.train_data": f"['{out}/train.parquet']",
+        # A handful of prompts; eight more processes that import torch would take longer than the training steps.
+        "data.dataloader.num_workers": 0,
+        "data.dataloader.persistent_workers": "false",
         "environment.env_class": "r3_demo",
         "generator.inference_engine.enable_return_routed_experts": "true",
         "generator.inference_engine.distributed_executor_backend": "mp",
+        "generator.inference_engine.enable_ray_prometheus_stats": "false",
         "generator.inference_engine.run_engines_locally": "false",
         "generator.inference_engine.external_proxy_url": proxy_url,
         "generator.inference_engine.external_server_urls": f"['{server_url}']",
