@@ -310,11 +310,17 @@ def check_trainer(proofs: list[dict[str, Any]]) -> list[str]:
     found = []
     for proof in proofs[1:]:
         step, routes, sequences = proof["step"], proof["routes"], proof["sequences"]
-        say(f"step {step} in process {proof['pid']}: routes {routes['dtype']} {routes['shape']}, {routes}")
+        mask = routes.get("router_padding_mask", {"padding_rows": "no mask of"})
+        say(
+            f"trainer step {step}, Ray process {proof['pid']}: routes {routes['dtype']} {routes['shape']}, "
+            f"{mask['padding_rows']} rows are padding"
+        )
         if routes["shape"][:2] != sequences["shape"]:
             found.append(f"trainer step {step}: routes {routes['shape']} for sequences {sequences['shape']}")
         if routes["dtype"] != "torch.uint8":
             found.append(f"trainer step {step}: expected torch.uint8 for 64 experts, got {routes['dtype']}")
+        if mask.get("dtype") != "torch.bool" or mask["shape"] != sequences["shape"]:
+            found.append(f"trainer step {step}: router_padding_mask is {mask}")
         if routes["rows_with_repeated_ids"]:
             found.append(f"trainer step {step}: {routes['rows_with_repeated_ids']} rows repeat an expert")
         if proof["pid"] == proofs[0]["pid"]:

@@ -35,7 +35,7 @@ _r3_find_python() {
     done
     _r3_find_uv >/dev/null || return 1
     _r3_say "no Python 3.12 here; getting one through uv"
-    "$SKYRL_R3_UV" python install -q 3.12 >&2 || { _r3_fail "uv could not install Python 3.12"; return 1; }
+    "$SKYRL_R3_UV" python install 3.12 >&2 || { _r3_fail "uv could not install Python 3.12"; return 1; }
     _r3_resolve_python "$("$SKYRL_R3_UV" python find --managed-python 3.12)" || _r3_fail "uv's Python 3.12 does not run"
 }
 
