@@ -107,13 +107,15 @@ r3_run_env() {
     rm -rf "$dir"
     "$SKYRL_R3_UV" venv -q --python "$SKYRL_R3_PY" "$dir" || return 1
     dist="$dir/dist"
-    "$SKYRL_R3_UV" build -q --wheel --python "$SKYRL_R3_ENV/bin/python" --out-dir "$dist" "$_r3_repo" >&2 || return 1
+    # The cached environment has hatchling, so that a build needs no network.
+    "$SKYRL_R3_UV" build -q --wheel --no-build-isolation --python "$SKYRL_R3_ENV/bin/python" --out-dir "$dist" \
+        "$_r3_repo" >&2 || return 1
     "$SKYRL_R3_UV" pip install -q --python "$dir/bin/python" --no-deps "$dist"/*.whl || return 1
     "$dir/bin/python" - "$SKYRL_R3_ENV" <<'PY'
 import pathlib, sys, sysconfig
 
 below = pathlib.Path(sysconfig.get_path("purelib", vars={"base": sys.argv[1], "platbase": sys.argv[1]}))
-assert below.is_dir(), below
+below.is_dir() or sys.exit(f"no site-packages at {below}")
 here = pathlib.Path(sysconfig.get_path("purelib"))
 (here / "_layer_below.pth").write_text(f"import site; site.addsitedir({str(below)!r})\n")
 PY
