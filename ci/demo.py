@@ -61,10 +61,17 @@ class Child:
                 start_new_session=True,
             )
 
+    def tail(self, lines: int) -> str:
+        """The end of this process's log."""
+        return f"The end of {self.log}:\n" + "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
     def fail(self, why: str) -> NoReturn:
-        """Raise with the end of this process's log."""
-        tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-40:])
-        raise DemoError(f"{self.name}: {why}. The end of {self.log}:\n{tail}")
+        """Raise with the end of this process's log, and of any other's that ended while it was still needed."""
+        message = f"{self.name}: {why}. {self.tail(40)}"
+        for other in _running:
+            if other is not self and other.process.poll() is not None:
+                message += f"\n{other.name}: had ended with status {other.process.returncode}. {other.tail(20)}"
+        raise DemoError(message)
 
     def wait_until(self, ready: Callable[[], bool], limit_s: float) -> None:
         """Wait for ``ready``; fail when the process ends first or the time is up."""
@@ -110,6 +117,9 @@ class Child:
                 continue
 
 
+_running: list[Child] = []
+
+
 def session_members(session: int) -> Iterator[int]:
     """Pids of the session that a child of ours leads or led."""
     for entry in Path("/proc").iterdir():
@@ -127,9 +137,11 @@ def session_members(session: int) -> Iterator[int]:
 def running(name: str, command: list[str], env: dict[str, str], log: Path) -> Iterator[Child]:
     """A child that is stopped on the way out, whatever happens."""
     child = Child(name, command, env, log)
+    _running.append(child)
     try:
         yield child
     finally:
+        _running.remove(child)
         child.stop()
 
 
