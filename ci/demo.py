@@ -1,0 +1,428 @@
+"""Run the same requests with the overlay off and on, against real generation, and compare; ``ci/demo.sh`` calls this.
+
+Per phase: one server (vLLM on a CPU behind SkyRL 0.3.0's endpoint), the real vllm-router in front, one client process.
+In the phase "on" also two steps of SkyRL's fully asynchronous trainer under Ray. "off" means SKYRL_R3=off in server and
+client; "on" means that nothing is set. Ends with two tables; the exit status is 1 on any difference.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+from demo_compare import Run, compare_case, format_table, transport_table
+
+HERE = Path(__file__).resolve().parent
+HOST = "127.0.0.1"
+MODEL_NAME = "tiny-moe"
+PROGRESS = "progress: "
+SERVER_START_S, ROUTER_START_S, CLIENT_S, TRAINER_S, STOP_S = 420, 60, 420, 420, 30
+TRAINER_STEPS, TRAINER_BATCH, TRAINER_SAMPLES = 2, 2, 2
+
+
+class DemoError(Exception):
+    """The demo cannot go on; the message says what failed and shows the end of its log."""
+
+
+def say(text: str) -> None:
+    """A progress line with the seconds since the start."""
+    print(f"[{time.monotonic() - _START:4.0f} s] {text}", flush=True)
+
+
+_START = time.monotonic()
+
+
+class Child:
+    """A process of the demo, in a session of its own, so that whatever it leaves behind can be found and ended."""
+
+    def __init__(self, name: str, command: list[str], env: dict[str, str], log: Path):
+        self.name = name
+        self.log = log
+        with log.open("wb") as sink:
+            self.process = subprocess.Popen(
+                command,
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=sink,
+                stderr=sink,
+                cwd=log.parent,
+                start_new_session=True,
+            )
+
+    def tail(self, lines: int) -> str:
+        """The end of this process's log."""
+        return f"The end of {self.log}:\n" + "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+    def fail(self, why: str) -> NoReturn:
+        """Raise with the end of this process's log, and of any other's that ended while it was still needed."""
+        message = f"{self.name}: {why}. {self.tail(40)}"
+        for other in _running:
+            if other is not self and other.process.poll() is not None:
+                message += f"\n{other.name}: had ended with status {other.process.returncode}. {other.tail(20)}"
+        raise DemoError(message)
+
+    def wait_until(self, ready: Callable[[], bool], limit_s: float) -> None:
+        """Wait for ``ready``; fail when the process ends first or the time is up."""
+        deadline = time.monotonic() + limit_s
+        while not ready():
+            if self.process.poll() is not None:
+                self.fail(f"ended with status {self.process.returncode} before it was ready")
+            if time.monotonic() > deadline:
+                self.fail(f"not ready after {limit_s:.0f} s")
+            time.sleep(0.5)
+
+    def wait(self, limit_s: float) -> None:
+        """Wait for the end and repeat its progress lines meanwhile; fail on status or time."""
+        deadline, shown = time.monotonic() + limit_s, 0
+        while True:
+            running = self.process.poll() is None
+            lines = self.log.read_text(errors="replace").split("\n")[:-1]
+            for line in lines[shown:]:
+                if line.startswith(PROGRESS):
+                    say(line.removeprefix(PROGRESS))
+            shown = len(lines)
+            if not running:
+                break
+            if time.monotonic() > deadline:
+                self.fail(f"not done after {limit_s:.0f} s")
+            time.sleep(0.5)
+        if self.process.returncode != 0:
+            self.fail(f"ended with status {self.process.returncode}")
+
+    def stop(self) -> None:
+        """Ask it to end, then end what is left of its session."""
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+        for pid in session_members(self.process.pid):
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+
+
+_running: list[Child] = []
+
+
+def session_members(session: int) -> Iterator[int]:
+    """Pids of the session that a child of ours leads or led."""
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                # After the command in parentheses: state, parent, process group, session.
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            if int(fields[3]) == session:
+                yield int(entry.name)
+
+
+@contextmanager
+def running(name: str, command: list[str], env: dict[str, str], log: Path) -> Iterator[Child]:
+    """A child that is stopped on the way out, whatever happens."""
+    child = Child(name, command, env, log)
+    _running.append(child)
+    try:
+        yield child
+    finally:
+        _running.remove(child)
+        child.stop()
+
+
+def free_port() -> int:
+    """A port on loopback that was free a moment ago."""
+    with socket.socket() as sock:
+        sock.bind((HOST, 0))
+        return sock.getsockname()[1]
+
+
+def answers(url: str) -> bool:
+    """Whether a GET is answered with 200."""
+    try:
+        with urllib.request.urlopen(url, timeout=2) as reply:
+            return reply.status == 200
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def flat(options: dict[str, Any]) -> list[str]:
+    """Options and their values as command line arguments."""
+    return [str(part) for pair in options.items() for part in pair]
+
+
+def environment(work: Path, phase: str) -> dict[str, str]:
+    """Environment of every process of a phase. ``SKYRL_R3`` is the only part in which the phases differ."""
+    env = {key: value for key, value in os.environ.items() if key not in ("SKYRL_R3", "PYTHONPATH", "RAY_ADDRESS")}
+    env |= {
+        "CUDA_VISIBLE_DEVICES": "",
+        "HF_HOME": str(work / "hf"),
+        "HF_HUB_OFFLINE": "1",
+        "TMPDIR": str(work / "t"),
+        "TOKENIZERS_PARALLELISM": "false",
+        # Nothing is sent anywhere.
+        "DO_NOT_TRACK": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        # Ray's word for "this machine only": it makes it listen on 127.0.0.1, on Linux too.
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        "VLLM_HOST_IP": HOST,
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        # The server runs eager; without this vLLM still compiles its sampler, which takes longer than the whole phase.
+        "TORCHDYNAMO_DISABLE": "1",
+    }
+    return env | ({"SKYRL_R3": "off"} if phase == "off" else {})
+
+
+def start_serving(stack: ExitStack, args: argparse.Namespace, phase: str, env: dict[str, str]) -> tuple[str, str]:
+    """Start server and router; both are stopped with ``stack``. Returns the router's URL and the server's."""
+    port, router_port, metrics_port = free_port(), free_port(), free_port()
+    server_url, proxy_url = f"http://{HOST}:{port}", f"http://{HOST}:{router_port}"
+    say(f"overlay {phase}: starting vLLM behind SkyRL's endpoint (a minute or two)")
+    options = {
+        "--r3-status": args.work / f"server-{phase}.status.json",
+        "--port": port,
+        "--model": args.model,
+        "--served-model-name": MODEL_NAME,
+        "--max-model-len": 8192,
+        # One sequence at a time: what is computed together would else depend on arrival, and with it the last bits.
+        "--max-num-seqs": 1,
+    }
+    switches = ["--enforce-eager", "--enable-return-routed-experts"]
+    command = [sys.executable, str(HERE / "serve_skyrl_03.py"), *flat(options), *switches]
+    log = args.work / f"server-{phase}.log"
+    server = stack.enter_context(running(f"server, overlay {phase}", command, env, log))
+    server.wait_until(lambda: answers(f"{server_url}/health"), SERVER_START_S)
+    options = {
+        "--worker-urls": server_url,
+        "--host": HOST,
+        "--port": router_port,
+        "--policy": "round_robin",
+        "--prometheus-host": HOST,
+        "--prometheus-port": metrics_port,
+    }
+    command, log = [str(args.router), *flat(options)], args.work / f"router-{phase}.log"
+    router = stack.enter_context(running(f"router, overlay {phase}", command, env, log))
+    router.wait_until(lambda: answers(f"{proxy_url}/health"), ROUTER_START_S)
+    say(f"overlay {phase}: server and router are up")
+    return proxy_url, server_url
+
+
+def run_client(args: argparse.Namespace, phase: str, env: dict[str, str], proxy_url: str, server_url: str) -> None:
+    """One client process, all cases."""
+    options = {
+        "--proxy-url": proxy_url,
+        "--server-url": server_url,
+        "--model": args.model,
+        "--model-name": MODEL_NAME,
+        "--out": args.work / f"client-{phase}",
+    }
+    command = [sys.executable, "-u", str(HERE / "demo_client.py"), *flat(options)]
+    say(f"overlay {phase}: client, generator and preprocessing")
+    with running(f"client, overlay {phase}", command, env, args.work / f"client-{phase}.log") as client:
+        client.wait(CLIENT_S)
+
+
+def write_dataset(path: Path) -> None:
+    """A parquet file with as many prompts as the trainer's steps use."""
+    import polars
+
+    rows = [
+        {"prompt": [{"role": "user", "content": f"{i}: " + f"question {i} " * 40}], "env_class": "r3_demo"}
+        for i in range(TRAINER_STEPS * TRAINER_BATCH)
+    ]
+    polars.DataFrame(rows).write_parquet(path)
+
+
+def trainer_overrides(args: argparse.Namespace, proxy_url: str, server_url: str) -> dict[str, Any]:
+    """SkyRL's configuration. The R3 flag is SkyRL's own; what stands around it is what SkyRL wants with it."""
+    out = args.work / "trainer"
+    return {
+        "data.train_data": f"['{out}/train.parquet']",
+        # A handful of prompts; eight more processes that import torch would take longer than the training steps.
+        "data.dataloader.num_workers": 0,
+        "data.dataloader.persistent_workers": "false",
+        "environment.env_class": "r3_demo",
+        "generator.inference_engine.enable_return_routed_experts": "true",
+        "generator.inference_engine.distributed_executor_backend": "mp",
+        "generator.inference_engine.enable_ray_prometheus_stats": "false",
+        "generator.inference_engine.run_engines_locally": "false",
+        "generator.inference_engine.external_proxy_url": proxy_url,
+        "generator.inference_engine.external_server_urls": f"['{server_url}']",
+        "generator.inference_engine.served_model_name": MODEL_NAME,
+        "generator.max_input_length": 4096,
+        "generator.max_turns": 2,
+        "generator.n_samples_per_prompt": TRAINER_SAMPLES,
+        "generator.sampling_params.max_generate_length": 16,
+        "trainer.strategy": "megatron",
+        "trainer.policy.megatron_config.moe_enable_routing_replay": "true",
+        "trainer.policy.model.path": args.model,
+        "trainer.fully_async.enabled": "true",
+        "trainer.fully_async.simulate_training": "true",
+        "trainer.fully_async.simulate_training_step_seconds": 0,
+        "trainer.fully_async.max_staleness_steps": 1,
+        "trainer.fully_async.num_parallel_generation_workers": TRAINER_BATCH,
+        "trainer.algorithm.advantage_estimator": "grpo",
+        "trainer.algorithm.policy_loss_type": "rollout_is",
+        "trainer.algorithm.use_kl_loss": "false",
+        "trainer.placement.colocate_all": "false",
+        "trainer.placement.policy_num_gpus_per_node": 1,
+        "trainer.epochs": 1,
+        "trainer.train_batch_size": TRAINER_BATCH,
+        "trainer.policy_mini_batch_size": TRAINER_BATCH,
+        "trainer.micro_forward_batch_size_per_gpu": 1,
+        "trainer.micro_train_batch_size_per_gpu": 1,
+        "trainer.eval_before_train": "false",
+        "trainer.eval_interval": 0,
+        "trainer.ckpt_interval": -1,
+        "trainer.hf_save_interval": -1,
+        "trainer.resume_mode": "none",
+        "trainer.max_prompt_length": 2048,
+        "trainer.logger": "console",
+        "trainer.log_path": out / "logs",
+        "trainer.export_path": out / "export",
+        "trainer.ckpt_path": out / "ckpt",
+    }
+
+
+def run_trainer(args: argparse.Namespace, env: dict[str, str], proxy_url: str, server_url: str) -> list[dict[str, Any]]:
+    """The asynchronous trainer's two steps. Returns the proofs that it wrote, the driver's first."""
+    out = args.work / "trainer"
+    out.mkdir()
+    write_dataset(out / "train.parquet")
+    overrides = [f"{key}={value}" for key, value in trainer_overrides(args, proxy_url, server_url).items()]
+    say(f"overlay on: {TRAINER_STEPS} steps of SkyRL's asynchronous trainer (simulated training) under Ray")
+    command = [sys.executable, str(HERE / "async_trainer.py"), "--proof", str(out), *overrides]
+    with running("asynchronous trainer", command, env, args.work / "trainer.log") as trainer:
+        trainer.wait(TRAINER_S)
+        proofs = [out / "driver.json", *(out / f"trainer-step{step + 1}.json" for step in range(TRAINER_STEPS))]
+        missing = [proof.name for proof in proofs if not proof.exists()]
+        if missing:
+            trainer.fail(f"ended without {', '.join(missing)}")
+    return [json.loads(proof.read_text()) for proof in proofs]
+
+
+def check_trainer(proofs: list[dict[str, Any]]) -> list[str]:
+    """What is wrong with what the training steps received."""
+    found = []
+    for proof in proofs[1:]:
+        step, routes, sequences = proof["step"], proof["routes"], proof["sequences"]
+        mask = routes.get("router_padding_mask", {"padding_rows": "no mask of"})
+        say(
+            f"trainer step {step}, Ray process {proof['pid']}: routes {routes['dtype']} {routes['shape']}, "
+            f"{mask['padding_rows']} rows are padding"
+        )
+        if routes["shape"][:2] != sequences["shape"]:
+            found.append(f"trainer step {step}: routes {routes['shape']} for sequences {sequences['shape']}")
+        if routes["dtype"] != "torch.uint8":
+            found.append(f"trainer step {step}: expected torch.uint8 for 64 experts, got {routes['dtype']}")
+        if mask.get("dtype") != "torch.bool" or mask["shape"] != sequences["shape"]:
+            found.append(f"trainer step {step}: router_padding_mask is {mask}")
+        if routes["rows_with_repeated_ids"]:
+            found.append(f"trainer step {step}: {routes['rows_with_repeated_ids']} rows repeat an expert")
+        if proof["pid"] == proofs[0]["pid"]:
+            found.append(f"trainer step {step}: ran in the driver, not in a Ray worker")
+    return found
+
+
+SERVER_MODULE = "vllm_server_actor"
+CLIENT_MODULE = "remote_inference_client"
+
+
+def check_process(name: str, proof: dict[str, Any], required: Callable[[str], bool] | None) -> list[str]:
+    """What a process fails to prove: each target that ``required`` names must be applied, and there must be one."""
+    rows = proof["status"]
+    if rows is None:
+        return [f"{name}: skyrl_r3 is not installed in process {proof['pid']}"]
+    if required is None:
+        return [f"{name}: {row['target']} is {row['state']}" for row in rows if row["state"] in ("drifted", "absent")]
+    needed = [row for row in rows if required(row["target"])]
+    if not needed:
+        return [f"{name}: no target of this process in status(): {[row['target'] for row in rows]}"]
+    return [f"{name}: {row['target']} is {row['state']}, not applied" for row in needed if row["state"] != "applied"]
+
+
+def check_processes(proofs: dict[str, dict[str, Any]]) -> list[str]:
+    """Print which targets each process of the phase "on" has patched; returns what is missing."""
+    requirements: dict[str, Callable[[str], bool] | None] = {
+        "server": lambda target: SERVER_MODULE in target,
+        "client": lambda target: CLIENT_MODULE in target,
+        # It imports SkyRL, but neither generates nor trains: it must only not be broken.
+        "driver": None,
+        "trainer": lambda target: SERVER_MODULE not in target,
+    }
+    found = [problem for name, proof in proofs.items() for problem in check_process(name, proof, requirements[name])]
+    states = {name: {row["target"]: row["state"] for row in proof["status"] or []} for name, proof in proofs.items()}
+    targets = sorted({target for rows in states.values() for target in rows})
+    header = ["patch target, overlay on", *(f"{name} {proof['pid']}" for name, proof in proofs.items())]
+    rows = [[target.removeprefix("skyrl."), *(states[name].get(target, "-") for name in proofs)] for target in targets]
+    print(f"\n{format_table(header, rows)}\n", flush=True)
+    return found
+
+
+def check_off(work: Path) -> list[str]:
+    """With SKYRL_R3=off no process may have applied anything."""
+    found = []
+    for name in ("server", "client"):
+        proof = json.loads((work / f"{name}-off.status.json").read_text())
+        applied = [row["target"] for row in proof["status"] or [] if row["state"] == "applied"]
+        if proof["switch"] != "off" or applied:
+            found.append(f"{name}: SKYRL_R3={proof['switch']}, yet applied: {applied}")
+    return found
+
+
+def main() -> int:
+    """Both phases, then the comparison."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, required=True, help="directory for logs and results")
+    parser.add_argument("--model", type=Path, required=True, help="checkpoint made by tiny_moe.py")
+    parser.add_argument("--router", type=Path, required=True, help="the vllm-router program")
+    args = parser.parse_args()
+    # So that every "finally" runs, and with it every stop.
+    signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))
+    (args.work / "t").mkdir(exist_ok=True)
+
+    trainer_proofs: list[dict[str, Any]] = []
+    try:
+        for phase in ("off", "on"):
+            env = environment(args.work, phase)
+            with ExitStack() as stack:
+                proxy_url, server_url = start_serving(stack, args, phase, env)
+                run_client(args, phase, env, proxy_url, server_url)
+                if phase == "on":
+                    trainer_proofs = run_trainer(args, env, proxy_url, server_url)
+            say(f"overlay {phase}: stopped")
+    except DemoError as error:
+        print(f"\ndemo: {error}", file=sys.stderr)
+        return 1
+
+    off, on = Run.load(args.work / "client-off"), Run.load(args.work / "client-on")
+    differences = {case: compare_case(case, off, on) for case in off.cases}
+    proofs = {name: json.loads((args.work / f"{name}-on.status.json").read_text()) for name in ("server", "client")}
+    proofs |= {"driver": trainer_proofs[0], "trainer": trainer_proofs[-1]}
+    problems = check_off(args.work) + check_trainer(trainer_proofs) + check_processes(proofs)
+    print(f"{transport_table(off, on, differences)}\n", flush=True)
+    problems += [difference for found in differences.values() for difference in found]
+    for problem in problems:
+        print(f"NOT equal or not patched: {problem}")
+    print(f"demo: {len(problems)} problems" if problems else "demo: equal everywhere, and every process is patched")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,135 @@
+"""Compare what two client processes of the demo recorded, bit for bit. Pure functions of arrays; starts nothing."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one client process wrote: facts by case, and arrays by ``case|kind|index|field``."""
+
+    cases: dict[str, dict[str, Any]]
+    arrays: dict[str, np.ndarray]
+
+    @classmethod
+    def load(cls, stem: Path) -> Run:
+        """Read ``stem.json`` and ``stem.npz``."""
+        with np.load(stem.with_suffix(".npz")) as archive:
+            return cls(json.loads(stem.with_suffix(".json").read_text()), dict(archive))
+
+    def of(self, case: str) -> dict[str, np.ndarray]:
+        """Arrays of one case, without the case in the name."""
+        return {key.removeprefix(f"{case}|"): value for key, value in self.arrays.items() if key.startswith(f"{case}|")}
+
+
+def same_bits(left: np.ndarray, right: np.ndarray) -> bool:
+    """Equal dtype, shape and bytes: -0.0 is not 0.0, and a NaN is itself."""
+    return left.dtype == right.dtype and left.shape == right.shape and left.tobytes() == right.tobytes()
+
+
+def captured_rows(routes: np.ndarray) -> np.ndarray:
+    """Which [..., layers, topk] rows hold a route: stock fills the others with zeros, a real one has distinct ids."""
+    return np.asarray(routes.any(axis=(-2, -1)))
+
+
+def rows_with_repeats(routes: np.ndarray) -> int:
+    """Number of [topk] rows in which an id occurs twice."""
+    ids = np.sort(routes, axis=-1)
+    return int((ids[..., 1:] == ids[..., :-1]).any(axis=-1).sum())
+
+
+def compare_routes(name: str, off: np.ndarray, on: np.ndarray) -> list[str]:
+    """Differences between the captured rows of two route arrays [rows, layers, topk] of one sample.
+
+    Uncaptured rows trail, and the overlay need not hold them.
+    """
+    mask = captured_rows(off)
+    count = int(mask.sum())
+    if not count or not mask[:count].all():
+        return [f"{name}: stock's {len(off)} rows do not begin with captured ones ({count} hold a route)"]
+    if rows_with_repeats(off[:count]):
+        return [f"{name}: stock's captured rows repeat ids, so they are no routes"]
+    if len(on) < count or not same_bits(off[:count], on[:count]):
+        return [f"{name}: captured rows differ ({count} of {off.shape} off, {on.shape} on)"]
+    return []
+
+
+def compare_training_routes(off: np.ndarray, on: np.ndarray) -> list[str]:
+    """Differences between two training tensors [batch, seq, layers, topk]: captured rows equal, the others distinct."""
+    if off.dtype != on.dtype or off.shape != on.shape:
+        return [f"training routes: {off.dtype} {off.shape} off, {on.dtype} {on.shape} on"]
+    mask, found = captured_rows(off), []
+    if not mask.any() or rows_with_repeats(off[mask]):
+        found.append("training routes: stock's captured rows are no routes")
+    if not same_bits(off[mask], on[mask]):
+        found.append("training routes: captured rows differ")
+    if rows_with_repeats(on[~mask]):
+        found.append("training routes: rows without a captured route repeat an id with the overlay on")
+    return found
+
+
+def compare_case(case: str, off: Run, on: Run) -> list[str]:
+    """Every difference in one case, as sentences; none when the case is equal."""
+    left, right = off.of(case), on.of(case)
+    if not left or left.keys() != right.keys():
+        return [f"{case}: recorded fields differ: {sorted(left.keys() ^ right.keys())[:4]}"]
+    found = []
+    for key in left:
+        if key == "tensor|routes":
+            found += compare_training_routes(left[key], right[key])
+        elif key.startswith("sample|") and key.endswith("|routes"):
+            found += compare_routes(key, left[key], right[key])
+        elif not same_bits(left[key], right[key]):
+            found.append(f"{key}: {left[key].dtype} {left[key].shape} off, {right[key].dtype} {right[key].shape} on")
+        elif key.endswith("|routes") and rows_with_repeats(left[key]):
+            found.append(f"{key}: the replies' rows repeat ids, so they are no routes")
+    facts_off, facts_on = off.cases[case], on.cases[case]
+    for fact in ("requests", "stop_reasons", "tensor_dtype"):
+        if facts_off[fact] != facts_on[fact]:
+            found.append(f"{fact}: {facts_off[fact]} off, {facts_on[fact]} on")
+    for fact in ("reply_route_types", "sample_route_types"):
+        if facts_off[fact] != ["list"] or facts_on[fact] != ["RoutedExperts"]:
+            found.append(f"{fact}: expected list off and RoutedExperts on, got {facts_off[fact]} and {facts_on[fact]}")
+    if not facts_off["reply_bytes"] or not facts_on["reply_bytes"]:
+        found.append("reply bytes: none were counted")
+    return [f"{case}: {difference}" for difference in found]
+
+
+def format_table(header: list[str], rows: list[list[str]]) -> str:
+    """A plain table: first column to the left, the others to the right."""
+    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
+    lines = []
+    for first, *others in [header, ["-" * width for width in widths], *rows]:
+        cells = [first.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))]
+        lines.append("  ".join(cells))
+    return "\n".join(lines)
+
+
+def transport_table(off: Run, on: Run, differences: dict[str, list[str]]) -> str:
+    """Bytes and milliseconds of each case, off and on."""
+    header = ["case", "reply MB off", "on", "ratio", "generate ms off", "on", "ratio", "preprocess ms off", "on"]
+    rows = []
+    for case, a in off.cases.items():
+        b = on.cases[case]
+        rows.append(
+            [
+                case,
+                f"{a['reply_bytes'] / 1e6:.2f}",
+                f"{b['reply_bytes'] / 1e6:.2f}",
+                f"{b['reply_bytes'] / max(a['reply_bytes'], 1):.0%}",
+                f"{a['generate_ms']:.0f}",
+                f"{b['generate_ms']:.0f}",
+                f"{a['generate_ms'] / b['generate_ms']:.1f}x",
+                f"{a['preprocess_ms']:.1f}",
+                f"{b['preprocess_ms']:.1f}",
+                f"{a['preprocess_ms'] / b['preprocess_ms']:.0f}x",
+                "NOT" if differences[case] else "equal",
+            ]
+        )
+    return format_table([*header, "ratio", "equal?"], rows)
