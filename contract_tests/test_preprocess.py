@@ -31,8 +31,14 @@ def overlay() -> Iterator[None]:
     skyrl_r3.disable()
 
 
+def convert(*args: Any, **kwargs: Any) -> Any:
+    """Under the name that the trainer has imported."""
+    return trainer_module.convert_prompts_responses_to_batch_tensors(*args, **kwargs)
+
+
 def stock_convert(*args: Any, **kwargs: Any) -> Any:
-    return preprocess.convert_prompts_responses_to_batch_tensors.__wrapped__(*args, **kwargs)
+    patched: Any = preprocess.convert_prompts_responses_to_batch_tensors
+    return patched.__wrapped__(*args, **kwargs)
 
 
 def batch_of(
@@ -79,7 +85,7 @@ def test_captured_rows_equal_stock_bit_for_bit(
     arguments, ids = batch_of(sizes, layers=layers, topk=topk, experts=experts, seed=len(sizes))
     stock = stock_convert(**arguments, rollout_expert_indices=[rows.tolist() for rows in ids])
     routes: list[Any] = list(ids) if plain else with_tokens(arguments, ids)
-    ours = trainer_module.convert_prompts_responses_to_batch_tensors(**arguments, rollout_expert_indices=routes)
+    ours = convert(**arguments, rollout_expert_indices=routes)
     assert len(ours) == len(stock)
     for expected, tensor in zip(stock[:-1], ours[:-1], strict=True):
         assert torch.equal(expected, tensor)
@@ -106,23 +112,20 @@ def test_nested_lists_of_a_custom_generator_take_skyrl_s_own_path() -> None:  # 
     arguments, ids = batch_of([(3, 4, 1), (2, 2, 1)])
     nested: list[Any] = [rows.tolist() for rows in ids]
     for routes in (nested, [nested[0], None]):
-        ours = preprocess.convert_prompts_responses_to_batch_tensors(**arguments, rollout_expert_indices=routes)
+        ours = convert(**arguments, rollout_expert_indices=routes)
         assert torch.equal(ours[-1], stock_convert(**arguments, rollout_expert_indices=routes)[-1])
 
 
 def test_without_routes_nothing_is_added() -> None:
     arguments, _ = batch_of([(3, 4, 1)])
     for routes in (None, []):
-        assert (
-            preprocess.convert_prompts_responses_to_batch_tensors(**arguments, rollout_expert_indices=routes)[-1]
-            is None
-        )
+        assert convert(**arguments, rollout_expert_indices=routes)[-1] is None
 
 
 def test_arguments_may_be_positional_as_in_the_trainer() -> None:
     arguments, ids = batch_of([(3, 4, 1)])
     routes = with_tokens(arguments, ids)
-    ours = preprocess.convert_prompts_responses_to_batch_tensors(*arguments.values(), routes, max_seq_len=4)  # pyright: ignore[reportArgumentType]
+    ours = convert(*arguments.values(), routes, max_seq_len=4)
     assert ours[-1] is not None
     np.testing.assert_array_equal(ours[-1][0, :6].numpy(), ids[0])
 
@@ -148,7 +151,7 @@ def test_a_wrong_entry_is_an_error_that_names_its_sample(case: str) -> None:
     arguments, ids = batch_of([(3, 4, 1), (2, 4, 1), (5, 2, 1)])
     routes: list[Any] = [ids[0], WRONG[case], ids[2]]
     with pytest.raises(RouteError) as caught:
-        preprocess.convert_prompts_responses_to_batch_tensors(**arguments, rollout_expert_indices=routes)
+        convert(**arguments, rollout_expert_indices=routes)
     assert caught.value.where == "sample 1"
     assert caught.value.field.startswith("rollout_expert_indices[1]")
 
@@ -157,7 +160,7 @@ def test_routes_of_another_sample_are_an_error() -> None:  # R70
     arguments, ids = batch_of([(3, 4, 1), (3, 4, 1)])
     routes = with_tokens(arguments, ids)[::-1]
     with pytest.raises(RouteError) as caught:
-        preprocess.convert_prompts_responses_to_batch_tensors(**arguments, rollout_expert_indices=routes)  # pyright: ignore[reportArgumentType]
+        convert(**arguments, rollout_expert_indices=routes)
     assert caught.value.where == "sample 0"
     assert caught.value.expected == f"the route of token {arguments['prompts'][0][0]} in row 0"
 
@@ -168,7 +171,7 @@ def test_a_sample_that_is_not_trained_on_needs_no_routes() -> None:  # R75
     empty = RoutedExperts(codec.from_nested([]), np.empty(0, np.int32))
     for nothing in (None, empty):
         routes: list[Any] = [ids[0], nothing]
-        tensor = preprocess.convert_prompts_responses_to_batch_tensors(**arguments, rollout_expert_indices=routes)[-1]
+        tensor = convert(**arguments, rollout_expert_indices=routes)[-1]
         assert tensor is not None
         assert (tensor[1, ..., 0] != tensor[1, ..., 1]).all()
 
@@ -178,7 +181,7 @@ def test_read_only_routes_give_a_writable_tensor_without_a_warning() -> None:  #
     ids[0].flags.writeable = False
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        tensor = preprocess.convert_prompts_responses_to_batch_tensors(**arguments, rollout_expert_indices=[ids[0]])[-1]  # pyright: ignore[reportArgumentType]
+        tensor = convert(**arguments, rollout_expert_indices=[ids[0]])[-1]
         assert tensor is not None
         tensor += 1
     np.testing.assert_array_equal(tensor[0, : len(ids[0])].numpy(), ids[0] + 1)
@@ -186,7 +189,7 @@ def test_read_only_routes_give_a_writable_tensor_without_a_warning() -> None:  #
 
 def test_a_later_write_to_the_routes_does_not_reach_the_tensor() -> None:  # R14
     arguments, ids = batch_of([(3, 4, 1)])
-    tensor = preprocess.convert_prompts_responses_to_batch_tensors(**arguments, rollout_expert_indices=[ids[0]])[-1]  # pyright: ignore[reportArgumentType]
+    tensor = convert(**arguments, rollout_expert_indices=[ids[0]])[-1]
     before = ids[0].copy()
     ids[0][:] = 0
     assert tensor is not None
@@ -222,7 +225,7 @@ def training_input(sizes: list[tuple[int, int, int]], dp_size: int = 1, routes: 
         ),
     )
     uids = [str(i) for i in range(len(sizes))]
-    return trainer_module.RayPPOTrainer.convert_to_training_input(trainer, output, uids)  # pyright: ignore[reportArgumentType]
+    return trainer_module.RayPPOTrainer.convert_to_training_input(trainer, output, uids)
 
 
 def test_the_batch_says_which_rows_are_padding() -> None:  # R83
@@ -249,7 +252,7 @@ def test_no_mask_where_the_overlay_made_no_tensor(routes: str) -> None:
 @pytest.mark.parametrize("experts", [64, 512])
 def test_the_batch_survives_what_skyrl_does_to_it(experts: int) -> None:  # R34, R72, R79
     arguments, ids = batch_of([(3, 3, 1), (4, 4, 1)], experts=experts)
-    tensors = preprocess.convert_prompts_responses_to_batch_tensors(**arguments, rollout_expert_indices=ids)  # pyright: ignore[reportArgumentType]
+    tensors = convert(**arguments, rollout_expert_indices=ids)
     made = TrainingInputBatch({"sequences": tensors[0], "rollout_expert_indices": tensors[-1]})
     made.metadata = {}
     again = pickle.loads(pickle.dumps(made))

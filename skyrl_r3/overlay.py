@@ -250,7 +250,7 @@ def _apply(target: Target, module: Any, refuse_with: OverlayError | None = None)
         if applied.owner is owner and applied.name == name:
             return applied
     kind = type(before) if isinstance(before, staticmethod | classmethod) else None
-    function = before.__func__ if kind else before
+    function: Any = before.__func__ if kind else before
     if any(applied.replacement is function for applied in _ledger):
         # Imported by name from a module that is patched already.
         before = function = function.__wrapped__

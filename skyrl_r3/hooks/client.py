@@ -40,7 +40,8 @@ def post(original: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any
         url = bound.arguments["url"]
         if not url.endswith(GENERATE_PATH):
             return await original(*args, **kwargs)
-        client, request, headers = (bound.arguments.get(name) for name in ("self", "json", "headers"))
+        client, request = bound.arguments["self"], bound.arguments["json"]
+        headers = bound.arguments.get("headers")
         server = url.removesuffix(GENERATE_PATH)
         if (request.get("sampling_params") or {}).get(_START_FIELD):
             raise ReplyError(
