@@ -27,8 +27,9 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 @pytest.fixture(scope="session")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A byte-level tokenizer with a chat template, made on the spot: one token for each byte of text."""
-    from ci.tiny_moe import write_tokenizer
     from transformers import AutoTokenizer
+
+    from ci.tiny_moe import write_tokenizer
 
     folder: Path = tmp_path_factory.mktemp("tokenizer")
     write_tokenizer(folder)

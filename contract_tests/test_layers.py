@@ -30,8 +30,10 @@ BELOW = {
     "hooks.generator": {"errors", "routes"},
     "hooks.preprocess": {"batch", "errors", "routes"},
     "hooks.server": {"errors", "reply"},
-    "manifest": {"errors"},
-    "overlay": {"autoload", "errors", "manifest"},
+    "sources": set(),
+    "manifest": {"errors", "sources"},
+    "ledger": {"errors", "manifest"},
+    "overlay": {"autoload", "errors", "ledger", "manifest"},
     "loader": {"overlay"},
 }
 # Imports inside functions are counted as well, but for these: what is imported at every start of the interpreter

@@ -18,7 +18,8 @@ from contract_tests.child import run
 from contract_tests.fake_skyrl import CLIENT, PREPROCESS, TRAINER, manifest_030
 from skyrl_r3 import manifest
 from skyrl_r3.errors import DriftError, R3Error, UnsupportedSkyRLError
-from skyrl_r3.manifest import Target, read_target
+from skyrl_r3.manifest import Target
+from skyrl_r3.sources import Found, read_target
 
 MANIFEST = manifest_030()
 TARGETS = [pytest.param(target, id=target.name) for target in MANIFEST.targets]
@@ -365,10 +366,8 @@ def test_the_package_on_the_path_counts_and_not_the_installed_one(tmp_path: Path
 
 def test_drift_error_names_target_expected_found_and_version() -> None:
     target = next(target for target in MANIFEST.targets if target.name == f"{CLIENT}.RemoteInferenceClient._post")
-    found: dict[str, manifest.Found | None] = {
-        t.name: manifest.Found(signature=t.signature, sha256=t.sha256) for t in MANIFEST.targets
-    }
-    found[target.name] = manifest.Found(signature="async (self, address)", sha256="0" * 64)
+    found: dict[str, Found | None] = {t.name: Found(signature=t.signature, sha256=t.sha256) for t in MANIFEST.targets}
+    found[target.name] = Found(signature="async (self, address)", sha256="0" * 64)
     error = manifest.Plan(version="0.3.7", manifest=MANIFEST, found=found).error()
     assert isinstance(error, DriftError)
     assert error.field == target.name
@@ -380,8 +379,8 @@ def test_drift_error_names_target_expected_found_and_version() -> None:
 
 
 def test_drift_error_of_an_absent_target_and_of_several() -> None:
-    found: dict[str, manifest.Found | None] = {
-        t.name: None if t.module in (PREPROCESS, TRAINER) else manifest.Found(signature=t.signature, sha256=t.sha256)
+    found: dict[str, Found | None] = {
+        t.name: None if t.module in (PREPROCESS, TRAINER) else Found(signature=t.signature, sha256=t.sha256)
         for t in MANIFEST.targets
     }
     plan = manifest.Plan(version="0.3.7", manifest=MANIFEST, found=found)
@@ -393,9 +392,7 @@ def test_drift_error_of_an_absent_target_and_of_several() -> None:
 
 
 def test_only_the_text_differs_is_edited_and_fits() -> None:
-    found: dict[str, manifest.Found | None] = {
-        t.name: manifest.Found(signature=t.signature, sha256="0" * 64) for t in MANIFEST.targets
-    }
+    found: dict[str, Found | None] = {t.name: Found(signature=t.signature, sha256="0" * 64) for t in MANIFEST.targets}
     plan = manifest.Plan(version="0.3.7", manifest=MANIFEST, found=found)
     assert plan.error() is None
     assert all(plan.edited(target) for target in MANIFEST.targets)

@@ -6,13 +6,10 @@ and is replaced as soon as its import is done.
 
 from __future__ import annotations
 
-import importlib
-import inspect
 import logging
 import os
 import sys
 import threading
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache
@@ -20,6 +17,7 @@ from typing import Any
 
 from skyrl_r3 import autoload, manifest
 from skyrl_r3.errors import OverlayError, UnsupportedSkyRLError
+from skyrl_r3.ledger import apply, ledger
 from skyrl_r3.manifest import Target
 
 logger = logging.getLogger(__name__)
@@ -51,38 +49,6 @@ class TargetStatus:
     detail: str = ""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Applied:
-    """A replaced attribute of ``owner``; ``before`` and ``now`` as found in its ``__dict__``.
-
-    ``module`` is the target's module, or what stands for it when it is run as a script. ``refuses`` marks the
-    replacement that raises when the flag is on.
-    """
-
-    target: str
-    refuses: bool
-    module: Any
-    owner: Any
-    name: str
-    before: Any
-    now: Any
-
-    @property
-    def replacement(self) -> Any:
-        """The function in ``now``; its ``__wrapped__`` is the original."""
-        return getattr(self.now, "__func__", self.now)
-
-    def current(self) -> Any:
-        return inspect.getattr_static(self.owner, self.name)
-
-    def undo(self) -> None:
-        """Put ``before`` back, unless somebody else has replaced ``now``."""
-        if self.current() is self.now:
-            setattr(self.owner, self.name, self.before)
-        if self.current() is self.before:
-            _ledger.remove(self)
-
-
 class _Script:
     """The namespace of a module that is run as a script, which need not be in ``sys.modules``."""
 
@@ -91,7 +57,6 @@ class _Script:
 
 
 _lock = threading.RLock()
-_ledger: list[_Applied] = []
 _failures: list[OverlayError] = []
 """Why a patch could not be applied although its target fits. From then on nothing is applied in this process."""
 
@@ -129,7 +94,7 @@ def enable() -> list[TargetStatus]:
             module = sys.modules.get(target.module)
             # A module that is being imported has not defined its functions yet; the import hook is called when it has.
             if module is not None and not getattr(module.__spec__, "_initializing", False):
-                undo.callback(_apply(target, module).undo)
+                undo.callback(apply(target, module).undo)
         undo.pop_all()
     return status()
 
@@ -144,10 +109,10 @@ def disable() -> list[TargetStatus]:
     """
     with _lock:
         autoload.uninstall()
-        for applied in list(_ledger):
+        for applied in list(ledger):
             applied.undo()
-        for applied in _ledger:
-            logger.warning("%s stays as it is: it was replaced by %s", applied.target, _whose(applied))
+        for applied in ledger:
+            logger.warning("%s stays as it is: it was replaced by %s", applied.target, applied.superseded_by())
     return status()
 
 
@@ -192,14 +157,12 @@ def module_loaded(module: Any, module_name: str) -> None:
     with _lock:
         plan = manifest.plan()
         # After a reload the module's functions are SkyRL's again.
-        _ledger[:] = [
-            applied for applied in _ledger if applied.module is not module or applied.current() is applied.now
-        ]
+        ledger[:] = [applied for applied in ledger if applied.module is not module or not applied.superseded_by()]
         targets = [target for target in plan.manifest.targets if target.module == module_name]
         if _error(plan) is None:
             try:
                 for target in targets:
-                    _apply(target, module)
+                    apply(target, module)
                 return
             except Exception as error:
                 _fail(error)
@@ -220,7 +183,7 @@ def _fail(error: Exception) -> None:
     )
     plan = manifest.plan()
     targets = {target.name: target for target in plan.manifest.targets}
-    for applied in list(_ledger):
+    for applied in list(ledger):
         applied.undo()
         _refuse(plan, targets[applied.target], applied.module)
 
@@ -228,7 +191,7 @@ def _fail(error: Exception) -> None:
 def _refuse(plan: manifest.Plan, target: Target, module: Any) -> None:
     if target.refusal and plan.found[target.name] is not None:
         try:
-            _apply(target, module, _error(plan))
+            apply(target, module, _error(plan))
         except Exception:
             logger.exception("skyrl-r3 could not guard %s", target.name)
 
@@ -242,53 +205,10 @@ def _warn_once(message: str) -> None:
     logger.warning(message)
 
 
-def _apply(target: Target, module: Any, refuse_with: OverlayError | None = None) -> _Applied:
-    """Replace ``target`` in ``module``, or have it raise ``refuse_with`` when the flag is on."""
-    owner, name = _owner(module, target.attribute)
-    before = inspect.getattr_static(owner, name)
-    for applied in _ledger:
-        if applied.owner is owner and applied.name == name:
-            return applied
-    kind = type(before) if isinstance(before, staticmethod | classmethod) else None
-    function: Any = before.__func__ if kind else before
-    if any(applied.replacement is function for applied in _ledger):
-        # Imported by name from a module that is patched already.
-        before = function = function.__wrapped__
-    # One function under several names has one replacement: pickle finds functions by name and identity.
-    made = (applied.replacement for applied in _ledger if applied.replacement.__wrapped__ is function)
-    replacement = next(made, None)
-    if replacement is None and refuse_with is None:
-        replacement = _load(target.replacement)(function)
-    elif replacement is None:
-        replacement = _load(target.refusal)(function, refuse_with)
-    now = kind(replacement) if kind else replacement
-    refuses = refuse_with is not None
-    applied = _Applied(
-        target=target.name, refuses=refuses, module=module, owner=owner, name=name, before=before, now=now
-    )
-    setattr(owner, name, now)
-    _ledger.append(applied)
-    logger.info("%s %s", "Guarded" if refuses else "Patched", target.name)
-    return applied
-
-
-def _owner(module: Any, attribute: str) -> tuple[Any, str]:
-    *classes, name = attribute.split(".")
-    owner: Any = module
-    for class_name in classes:
-        owner = getattr(owner, class_name)
-    return owner, name
-
-
-def _load(name: str) -> Callable[..., Any]:
-    module_name, _, attribute = name.partition(":")
-    return getattr(importlib.import_module(module_name), attribute)
-
-
 def _state(plan: manifest.Plan, target: Target) -> dict[str, str]:
     found = plan.found[target.name]
     # The newest entry: a module that was dropped and imported again is the one that callers have now.
-    applied = next((applied for applied in reversed(_ledger) if applied.target == target.name), None)
+    applied = next((applied for applied in reversed(ledger) if applied.target == target.name), None)
     if found is None:
         return {"state": "absent", "detail": f"not in SkyRL {plan.version}"}
     if target in plan.drifted():
@@ -299,12 +219,7 @@ def _state(plan: manifest.Plan, target: Target) -> dict[str, str]:
         return {"state": "pending", "detail": f"nothing is applied: {plan.drifted()[0].name} does not fit"}
     if applied is None:
         return {"state": "pending", "detail": "off" if is_off() or not autoload.installed() else "not imported yet"}
-    if applied.current() is not applied.now:
-        return {"state": "superseded", "detail": f"by {_whose(applied)}"}
+    if applied.superseded_by():
+        return {"state": "superseded", "detail": f"by {applied.superseded_by()}"}
     edited = f"its source differs from that of SkyRL {plan.manifest.reviewed}" if plan.edited(target) else ""
     return {"state": "applied", "detail": edited}
-
-
-def _whose(applied: _Applied) -> str:
-    current = applied.current()
-    return f"{getattr(current, '__module__', '?')}.{getattr(current, '__qualname__', repr(current))}"
