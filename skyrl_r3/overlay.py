@@ -10,7 +10,6 @@ import logging
 import os
 import sys
 import threading
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -82,20 +81,25 @@ def enable() -> list[TargetStatus]:
     if is_off():
         logger.warning("skyrl-r3 stays off: %s=%s is set", autoload.SWITCH, autoload.OFF)
         return status()
-    with _lock, ExitStack() as undo:
+    with _lock:
         plan = manifest.plan()
         error = _error(plan)
         if error is not None:
             raise error
-        if not autoload.installed():
-            autoload.install()
-            undo.callback(autoload.uninstall)
-        for target in plan.manifest.targets:
-            module = sys.modules.get(target.module)
-            # A module that is being imported has not defined its functions yet; the import hook is called when it has.
-            if module is not None and not getattr(module.__spec__, "_initializing", False):
-                undo.callback(apply(target, module).undo)
-        undo.pop_all()
+        hooked = autoload.installed()
+        autoload.install()
+        try:
+            for target in plan.manifest.targets:
+                module = sys.modules.get(target.module)
+                # One that is being imported has not defined its functions yet; the import hook is called when it has.
+                if module is not None and not getattr(module.__spec__, "_initializing", False):
+                    apply(target, module)
+        except Exception as failure:
+            if hooked:
+                _fail(failure)
+            else:
+                disable()
+            raise
     return status()
 
 
