@@ -14,7 +14,7 @@ from skyrl.train.utils import trainer_utils
 
 import skyrl_r3
 from contract_tests import canned
-from skyrl_r3 import RoutedExperts
+from skyrl_r3 import RoutedExperts, codec
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -38,7 +38,7 @@ def output_of(rewards: list[float], *, stop_reasons: bool = True, routes: bool =
         "rollout_metrics": None,
         "rollout_logprobs": [[-float(number), 0.0] for number in numbers],
         "rollout_expert_indices": [
-            RoutedExperts(canned.routes_of(sample[:2], experts=512), np.asarray(sample[:2], np.int32))
+            RoutedExperts(codec.compact(canned.routes_of(sample[:2], experts=512)), np.asarray(sample[:2], np.int32))
             for sample in tokens
         ]
         if routes
