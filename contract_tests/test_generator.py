@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -179,6 +180,30 @@ async def test_a_conversation_that_outgrows_the_input_limit(tokenizer: Any) -> N
     assert "length" in patched_output["stop_reasons"]
 
 
+async def test_skyrl_s_evaluation_gives_the_same_metrics(tokenizer: Any) -> None:
+    from skyrl.train.evaluate import evaluate
+
+    generator_cfg = config(max_turns=2, eval_n_samples_per_prompt=2)
+    cfg = SimpleNamespace(
+        generator=generator_cfg,
+        environment=SimpleNamespace(env_class=ENV),
+        trainer=SimpleNamespace(print_example_interval=0, dump_eval_results=False),
+    )
+    prompts = [
+        [{"prompt": [{"role": "user", "content": q}], "env_class": None, "env_extras": {}, "uid": q}] for q in QUESTIONS
+    ]
+    metrics = []
+    for enable in (False, True):
+        if enable:
+            skyrl_r3.enable()
+        async with client_of(Server(answer_with(tokenizer.eos_token_id)), tokenizer) as client:
+            generator = SkyRLGymGenerator(generator_cfg, SkyRLGymConfig(max_env_workers=0), client, tokenizer)
+            found = await evaluate(prompts, generator, cfg, 1, tokenizer)  # pyright: ignore[reportArgumentType]
+        metrics.append({key: value for key, value in found.items() if "time" not in key and "timing" not in key})
+    assert metrics[0] == metrics[1]
+    assert metrics[0]["eval/all/avg_score"] > 0
+
+
 async def test_evaluation_concatenates_batches(tokenizer: Any) -> None:
     cfg, answer = config(max_turns=2), answer_with(tokenizer.eos_token_id)
     sampling = {"logprobs": 0, "max_tokens": 64, "temperature": 0.0}
@@ -257,6 +282,7 @@ def test_skyrl_still_refuses_step_wise_training_with_routes(tokenizer: Any) -> N
 
 async def test_skyrl_still_refuses_a_custom_chat_template(tokenizer: Any) -> None:
     skyrl_r3.enable()
-    template = ChatTemplateConfig(source="name", name_or_path="qwen3_without_thinking")
-    with pytest.raises(ValueError, match="not supported with custom chat template"):
-        await run(tokenizer, config(max_turns=2, chat_template=template), answer_with(tokenizer.eos_token_id))
+    cfg = config(max_turns=2, chat_template=ChatTemplateConfig(source="name", name_or_path="qwen3_without_thinking"))
+    answer = answer_with(tokenizer.eos_token_id)
+    with pytest.raises(ValueError, match="Rollout expert indices bookkeeping is not supported"):
+        await run(tokenizer, cfg, answer, sampling_params={"max_tokens": 64})

@@ -1,6 +1,6 @@
 """What the wheel's ``.pth`` line costs at every start of an interpreter. A measurement, not a test.
 
-    python contract_tests/startup_cost.py WITH WITHOUT [REPEATS]
+    python ci/startup_cost.py WITH WITHOUT [REPEATS]
 
 ``WITH`` is the interpreter of an environment that holds the wheel and nothing else, ``WITHOUT`` that of one that holds
 nothing; both made by ``python -m venv --without-pip``. Compile the wheel's modules first (``python -m compileall``), as
