@@ -182,6 +182,8 @@ def environment(work: Path, phase: str) -> dict[str, str]:
         # Ray's word for "this machine only": it makes it listen on 127.0.0.1, on Linux too.
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         "VLLM_HOST_IP": HOST,
+        # Without it gloo, which vLLM starts on a CPU, listens on whatever address this machine's name stands for.
+        "GLOO_SOCKET_IFNAME": "lo",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         # The server runs eager; without this vLLM still compiles its sampler, which takes longer than the whole phase.
         "TORCHDYNAMO_DISABLE": "1",

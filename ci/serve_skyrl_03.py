@@ -1,9 +1,10 @@
 """Serve SkyRL 0.3.0's own endpoints on a vLLM newer than the one it pins, on 127.0.0.1 only.
 
-SkyRL 0.3.0 pins vLLM 0.23.0, whose CPU build fails in its MoE kernel; vLLM 0.26.0 runs. Only SkyRL's start-up calls
-drifted between the two (``create_server_socket`` now wants ``reuse_port``), so this launcher makes socket, app and
-engine with vLLM's present signatures and then calls SkyRL's real ``VLLMServerActor._add_custom_endpoints``. The
-request handler is SkyRL's, or, with the overlay on, the overlay's: nothing in this file imports or enables it.
+SkyRL 0.3.0 pins vLLM 0.23.0, whose CPU build fails in its MoE kernel. vLLM 0.30.0 runs, and is the first to record on a
+CPU which experts were picked. Between the two only what SkyRL's start-up calls has drifted (``create_server_socket``
+wants ``reuse_port``, ``cli_args`` has moved), so this launcher parses the options and makes socket, app and engine with
+vLLM's present names, then calls SkyRL's real ``VLLMServerActor._add_custom_endpoints``. The request handler is SkyRL's,
+or, with the overlay on, the overlay's: nothing in this file imports or enables it. vLLM and SkyRL are unmodified.
 
 Usage: ``python ci/serve_skyrl_03.py --port N --r3-status FILE [any option of the vLLM server]``
 """
@@ -28,7 +29,8 @@ async def serve(cli_args: argparse.Namespace, status_file: Path) -> None:
     from process_status import write_status
     from skyrl.backends.skyrl_train.inference_servers.vllm_server_actor import VLLMServerActor
     from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.entrypoints.openai.api_server import build_app, init_app_state
+    from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+    from vllm.entrypoints.launchers.app import build_app
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -60,7 +62,7 @@ def _stop_before_uvicorn(signum: int, _frame: Any) -> None:
 
 
 def main(argv: list[str]) -> None:
-    """Parse our two flags, hand every other one to SkyRL's parser, and serve."""
+    """Parse our two flags, hand every other one to vLLM's parser, and serve."""
     own = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     own.add_argument("--r3-status", type=Path, required=True, help="write skyrl_r3.status() here once the app is built")
     mine, rest = own.parse_known_args(argv)
@@ -71,12 +73,11 @@ def main(argv: list[str]) -> None:
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     signal.signal(signal.SIGTERM, _stop_before_uvicorn)
 
-    from skyrl.backends.skyrl_train.inference_servers.vllm_server_actor import _build_standalone_cli_args
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    cli_args = _build_standalone_cli_args(rest)
+    cli_args: Any = make_arg_parser(FlexibleArgumentParser()).parse_args(rest)
     cli_args.host = HOST
-    # vLLM on a CPU loses the routes, and opens a port on every interface; see that module.
-    cli_args.worker_cls = "demo_cpu_worker.DemoCPUWorker"
     asyncio.run(serve(cli_args, mine.r3_status))
 
 
