@@ -1,10 +1,10 @@
 """Serve SkyRL 0.3.0's own endpoints on a vLLM newer than the one it pins, on 127.0.0.1 only.
 
-SkyRL 0.3.0 pins vLLM 0.23.0, whose CPU build fails in its MoE kernel. vLLM 0.30.0 runs, and is the first to record on a
-CPU which experts were picked. Between the two only what SkyRL's start-up calls has drifted (``create_server_socket``
-wants ``reuse_port``, ``cli_args`` has moved), so this launcher parses the options and makes socket, app and engine with
-vLLM's present names, then calls SkyRL's real ``VLLMServerActor._add_custom_endpoints``. The request handler is SkyRL's,
-or, with the overlay on, the overlay's: nothing in this file imports or enables it. vLLM and SkyRL are unmodified.
+SkyRL 0.3.0 pins vLLM 0.23.0, whose CPU build fails in its MoE kernel. vLLM 0.30.0 runs, and on a CPU it records which
+experts were picked, as 0.26.0 does not. Only SkyRL's start-up calls drifted between the two (``create_server_socket``
+now wants ``reuse_port``, ``cli_args`` has moved), so this launcher parses the options and makes socket, app and engine
+under vLLM's present names, then calls SkyRL's real ``VLLMServerActor._add_custom_endpoints``. The request handler is
+SkyRL's, or, with the overlay on, the overlay's: nothing in this file imports or enables it, or changes vLLM.
 
 Usage: ``python ci/serve_skyrl_03.py --port N --r3-status FILE [any option of the vLLM server]``
 """
