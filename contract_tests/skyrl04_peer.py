@@ -61,7 +61,7 @@ def _serve(directory: str) -> None:
     from importlib.metadata import distributions
 
     import skyrl
-    from skyrl.backends.skyrl_train.inference_servers import generate_wire
+    from skyrl.backends.skyrl_train.inference_servers import generate_wire  # pyright: ignore[reportAttributeAccessIssue]
 
     def load_and_decode(body: bytes) -> Any:
         choice = generate_wire.load_packed_body(body)["choices"][0]

@@ -26,7 +26,7 @@ class Server:
             return web.json_response({})
         body = await request.json()
         self.requests.append(body)
-        answer = self.answer(len(self.requests), body)
+        answer: Any = self.answer(len(self.requests), body)
         if callable(answer):
             return await answer(request)
         return answer if isinstance(answer, web.StreamResponse) else json_reply(answer)

@@ -717,7 +717,8 @@ def test_tensors_without_a_host_array_are_refused(kind: str) -> None:
         wrong = ids.to("meta")
     elif kind == "quantized":
         # Not through `quantize_per_tensor`, which new releases of torch warn about.
-        wrong = torch._empty_affine_quantized((2, 2, 2), scale=1.0, zero_point=0, dtype=torch.quint8)
+        quantized: Any = getattr(torch, "_empty_affine_quantized")  # noqa: B009
+        wrong = quantized((2, 2, 2), scale=1.0, zero_point=0, dtype=torch.quint8)
     else:
         wrong = torch.Tensor
     assert _refused(codec.compact, wrong).field == "routed_experts"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -54,7 +54,7 @@ class Env(BaseTextEnv):
 
 
 if ENV not in registry:
-    skyrl_gym.envs.register(id=ENV, entry_point=Env)
+    skyrl_gym.envs.register(id=ENV, entry_point=cast(Any, Env))
 
 
 @pytest.fixture(autouse=True)
@@ -94,7 +94,7 @@ async def run(
     server = Server(answer)
     async with client_of(server, tokenizer) as client:
         generator = SkyRLGymGenerator(cfg, SkyRLGymConfig(max_env_workers=0), client, tokenizer)
-        output = await generator.generate(
+        output = await cast(Any, generator).generate(
             {
                 "prompts": [[{"role": "user", "content": question}] for question in QUESTIONS],
                 "env_classes": [ENV] * len(QUESTIONS),
@@ -208,7 +208,8 @@ async def test_evaluation_concatenates_batches(tokenizer: Any) -> None:
     cfg, answer = config(max_turns=2), answer_with(tokenizer.eos_token_id)
     sampling = {"logprobs": 0, "max_tokens": 64, "temperature": 0.0}
     outputs = [await both(tokenizer, cfg, answer, sampling_params=sampling) for _ in range(2)]
-    stock_output, patched_output = (concatenate_generator_outputs(list(side)) for side in zip(*outputs, strict=True))
+    sides: Any = [concatenate_generator_outputs(list(side)) for side in zip(*outputs, strict=True)]
+    stock_output, patched_output = sides
     assert_same(stock_output, patched_output)
     assert len(patched_output["rollout_expert_indices"]) == 2 * len(QUESTIONS)
 

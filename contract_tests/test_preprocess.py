@@ -225,7 +225,8 @@ def training_input(sizes: list[tuple[int, int, int]], dp_size: int = 1, routes: 
         ),
     )
     uids = [str(i) for i in range(len(sizes))]
-    return trainer_module.RayPPOTrainer.convert_to_training_input(trainer, output, uids)
+    convert_to_training_input: Any = trainer_module.RayPPOTrainer.convert_to_training_input
+    return convert_to_training_input(trainer, output, uids)
 
 
 def test_the_batch_says_which_rows_are_padding() -> None:  # R83
