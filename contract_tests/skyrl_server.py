@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -27,9 +28,9 @@ class Server:
         body = await request.json()
         self.requests.append(body)
         answer: Any = self.answer(len(self.requests), body)
-        if callable(answer):
-            return await answer(request)
-        return answer if isinstance(answer, web.StreamResponse) else json_reply(answer)
+        if isinstance(answer, web.StreamResponse):
+            return answer
+        return await answer(request) if inspect.iscoroutinefunction(answer) else json_reply(answer)
 
 
 def json_reply(body: Any, status: int = 200) -> web.Response:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import tracemalloc
 import warnings
 from dataclasses import dataclass
@@ -14,11 +15,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from contract_tests import strategies as r3st
-from skyrl_r3.batch import pad_routes, router_padding_mask
+from skyrl_r3 import batch
+from skyrl_r3.batch import router_padding_mask
 from skyrl_r3.errors import R3Error, RouteError
 from skyrl_r3.routes import RoutedExperts
 
 FIELD = "rollout_expert_indices"
+
+
+def pad_routes(routes: Any, sequences: torch.Tensor, lengths: list[int], trained: list[bool]) -> torch.Tensor | None:
+    """With all tokens of a sample in the loss, or none."""
+    masks = [[int(train)] * length for train, length in zip(trained, lengths, strict=True)]
+    return batch.pad_routes(routes, sequences, lengths, masks)
+
+
 Array = r3st.Array
 
 # A batch takes many draws, and each property below gets batches of every kind.
@@ -428,7 +438,48 @@ def test_anything_else_is_a_route_error(routes: list[Any], data: st.DataObject) 
         named = (type(error), error.where)
         assert named in {(RouteError, f"sample {i}") for i in range(len(routes))}
         return
-    assert all(entry is None for entry in routes) if tensor is None else tensor.shape[0] == len(routes)
+    assert all(entry is None or entry == [] for entry in routes) if tensor is None else tensor.shape[0] == len(routes)
+
+
+# Tokens that are trained on without a route.
+
+
+def _covered(rows: int, masks: list[list[int]], lengths: list[int], caplog: pytest.LogCaptureFixture) -> list[Any]:
+    arrays = [_row_is_token(rows) for _ in lengths]
+    with caplog.at_level(logging.WARNING, logger="skyrl_r3"):
+        assert batch.pad_routes(arrays, _sequences(lengths), lengths, masks) is not None
+    return [record.args for record in caplog.records]
+
+
+def test_the_last_token_and_a_synthetic_eos_need_no_route(caplog: pytest.LogCaptureFixture) -> None:
+    """Prompt 3, response 3: rows for 5 tokens, or for 4 where the last one is an EOS that was not sampled."""
+    assert _covered(5, [[1, 1, 1]], [6], caplog) == []
+    assert _covered(4, [[1, 1, 1]], [6], caplog) == []
+
+
+def test_trained_tokens_after_the_captured_rows_are_counted(caplog: pytest.LogCaptureFixture) -> None:
+    assert _covered(3, [[1, 1, 1], [0, 0, 1], [0, 1, 0]], [6, 6, 6], caplog) == [(2, "0, 2")]
+
+
+def test_prompt_rows_alone_are_enough_for_one_sampled_token(caplog: pytest.LogCaptureFixture) -> None:
+    assert _covered(3, [[1]], [4], caplog) == []
+
+
+@pytest.mark.parametrize("nothing", [None, [], RoutedExperts(np.empty((0, 0, 0), np.uint8), np.empty(0, np.int32))])
+def test_a_sample_without_routes_may_be_trained_on_nothing_but_a_synthetic_eos(nothing: Any) -> None:
+    """What SkyRL makes of a request that was aborted before its first token, in the one-message style."""
+    routes, lengths = [_row_is_token(3), nothing], [4, 4]
+    tensor = batch.pad_routes(routes, _sequences(lengths), lengths, [[1], [1]])
+    assert tensor is not None
+    assert (tensor[1].sort(dim=-1).values.diff(dim=-1) > 0).all()
+    with pytest.raises(RouteError) as caught:
+        batch.pad_routes(routes, _sequences(lengths), lengths, [[1], [1, 1]])
+    assert caught.value.where == "sample 1"
+
+
+@pytest.mark.parametrize("shape", [(2, 0, 2), (2, 2, 0)])
+def test_rows_without_ids_are_refused(shape: tuple[int, ...]) -> None:
+    assert _refused([_row_is_token(3), np.zeros(shape, np.uint8)]).field == f"{FIELD}[1]"
 
 
 # The mask.

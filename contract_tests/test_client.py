@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections.abc import Iterator
 from typing import Any
@@ -17,8 +18,8 @@ from skyrl.backends.skyrl_train.inference_servers import remote_inference_client
 import skyrl_r3
 from contract_tests import canned
 from contract_tests.skyrl_server import Server, client_of, json_reply
-from skyrl_r3 import codec, reply
-from skyrl_r3.errors import MissingRoutesError, ReplyError
+from skyrl_r3 import autoload, codec, reply
+from skyrl_r3.errors import MissingRoutesError, OverlayError, ReplyError
 from skyrl_r3.hooks import client as client_hook
 
 PROMPT = [3, 1, 4, 1, 5]
@@ -153,15 +154,15 @@ async def cut_off(request: web.Request) -> web.StreamResponse:
     return response
 
 
+async def bad_gateway(request: web.Request) -> web.Response:
+    return web.Response(status=502, text="no backend", content_type="text/plain")
+
+
 FAULTS: dict[str, Any] = {
     "reset": reset,
     "cut off in mid body": cut_off,
-    "bad gateway": lambda _: _bad_gateway(),
+    "bad gateway": bad_gateway,
 }
-
-
-async def _bad_gateway() -> web.Response:
-    return web.Response(status=502, text="no backend", content_type="text/plain")
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -250,6 +251,44 @@ async def test_flag_off_uses_skyrl_s_own_post() -> None:
         output = await generate(client)
     assert output["rollout_expert_indices"] is None
     assert reply.ENCODINGS_FIELD not in server.requests[0]
+
+
+@pytest.mark.parametrize("body", [b"", b'["no"]', b'{"error":{"message":"m"},"x":NaN}'])
+async def test_a_server_error_that_is_empty_or_json_is_raised_at_once_as_in_stock(body: bytes) -> None:
+    server = Server(lambda number, request: json_reply(body, 503))
+    async with client_of(server) as client:
+        with pytest.raises(aiohttp.ClientResponseError) as caught:
+            await generate(client)
+    assert caught.value.status == 503
+    assert len(server.requests) == 1
+
+
+async def test_credentials_of_the_proxy_are_not_in_the_error() -> None:
+    server = Server(lambda number, body: packed(None))
+    async with client_of(server) as client:
+        client.proxy_url = client.proxy_url.replace("http://", "http://user:SECRET@")
+        with pytest.raises(MissingRoutesError) as caught:
+            await generate(client)
+    assert "SECRET" not in str(caught.value)
+    assert server.address in caught.value.where
+
+
+@pytest.mark.parametrize("keep", [True, False], ids=["functools.wraps", "plain"])
+def test_a_method_that_somebody_else_wrapped_before_is_refused(monkeypatch: pytest.MonkeyPatch, keep: bool) -> None:
+    """Ours would go past theirs without a word."""
+    skyrl_r3.disable()
+    theirs = remote_inference_client.RemoteInferenceClient._post
+
+    async def authorized(self: Any, url: str, json: Any, headers: Any = None) -> Any:
+        return await theirs(self, url, json, {**(headers or {}), "Authorization": "x"})
+
+    wrapper = functools.wraps(theirs)(authorized) if keep else authorized
+    monkeypatch.setattr(remote_inference_client.RemoteInferenceClient, "_post", wrapper)
+    with pytest.raises(OverlayError) as caught:
+        skyrl_r3.enable()
+    assert caught.value.field == "RemoteInferenceClient._post"
+    assert remote_inference_client.RemoteInferenceClient._post is wrapper
+    assert not autoload.installed()
 
 
 async def test_cancelling_a_request_does_not_retry_it() -> None:

@@ -17,6 +17,7 @@ from skyrl.train.config import (
     SamplingParams,
     SkyRLGymConfig,
 )
+from skyrl.train.dataset import preprocess
 from skyrl.train.generators.skyrl_gym_generator import SkyRLGymGenerator
 from skyrl.train.generators.utils import concatenate_generator_outputs
 from skyrl.train.utils.trainer_utils import validate_generator_output
@@ -254,6 +255,35 @@ async def test_an_empty_turn_keeps_the_routes_of_the_turns_before(tokenizer: Any
         tokens = [*output["prompt_token_ids"][i], *output["response_ids"][i]]
         assert len(routes) > len(output["prompt_token_ids"][i])
         assert routes.token_ids.tolist() == tokens[: len(routes)]
+
+
+@pytest.mark.parametrize("style", ["multi turn", "multi turn in one message"])
+@pytest.mark.parametrize("rows", [0, 2])
+async def test_a_sample_that_was_aborted_in_all_its_turns_does_no_harm(tokenizer: Any, style: str, rows: int) -> None:
+    """The others are trained as ever, and SkyRL's preprocessing takes the batch."""
+    plain = answer_with(tokenizer.eos_token_id)
+
+    def answer(number: int, request: dict[str, Any]) -> bytes:
+        aborted = "Name a prime" in tokenizer.decode(request["token_ids"])
+        return reply_to(request, [], np.zeros((rows, 3, 2), np.uint8), []) if aborted else plain(number, request)
+
+    skyrl_r3.enable()
+    # Without logprobs: SkyRL itself refuses a turn that has none.
+    output = await run(tokenizer, config(**STYLES[style]), answer, sampling_params={"max_tokens": 64})
+    tensors = preprocess.convert_prompts_responses_to_batch_tensors(
+        tokenizer,
+        output["prompt_token_ids"],
+        output["response_ids"],
+        output["rewards"],
+        output["loss_masks"],
+        None,
+        output["rollout_expert_indices"],
+    )
+    assert tensors[-1] is not None
+    for i in (0, 2, 3):
+        ids = output["rollout_expert_indices"][i].ids
+        length = len(output["prompt_token_ids"][i]) + len(output["response_ids"][i])
+        np.testing.assert_array_equal(tensors[-1][i, -length:][: len(ids)].numpy(), ids)
 
 
 def test_routes_of_another_prompt_are_an_error(tokenizer: Any) -> None:

@@ -265,13 +265,47 @@ def test_one_sampled_token() -> None:
 # No tokens. An aborted request trains nothing, whatever was captured.
 
 
-@pytest.mark.parametrize("rows", [0, 1, 2, 3, 4, 9])
+@pytest.mark.parametrize("rows", [0, 1, 2, 3])
 def test_no_tokens(rows: int) -> None:
     ids = np.arange(rows, dtype=np.uint8).reshape(rows, 1, 1)
     routes = _load(_body(token_ids=[], finish_reason="abort", routed_experts=r3st.envelope(ids)))
-    assert len(routes) == min(rows, 3)
-    assert routes.ids[:, 0, 0].tolist() == list(range(min(rows, 3)))
-    assert routes.token_ids.tolist() == PROMPT[: min(rows, 3)]
+    assert routes.ids[:, 0, 0].tolist() == list(range(rows))
+    assert routes.token_ids.tolist() == PROMPT[:rows]
+
+
+@pytest.mark.parametrize("rows", [4, 9])
+def test_no_tokens_but_more_rows_than_the_prompt_has(rows: int) -> None:
+    ids = np.zeros((rows, 1, 1), np.uint8)
+    assert _refused(_body(token_ids=[], routed_experts=r3st.envelope(ids))).field == "routed_experts.shape"
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"finish_reason": ...}, "finish_reason"),
+        ({"logprobs": "x"}, "logprobs.content"),
+        ({"logprobs": {"content": "x"}}, "logprobs.content"),
+        ({"logprobs": {"content": [{"logprob": None}, {"logprob": 0.0}]}}, "logprobs.content"),
+        ({"logprobs": {"content": [{}, {}]}}, "logprobs.content"),
+        ({"logprobs": {"content": [-0.5, -0.5]}}, "logprobs.content"),
+        ({"logprobs": {"content": [{"logprob": -0.5}]}}, "logprobs.content"),
+        ({"token_ids": [5, -1]}, "token_ids"),
+    ],
+    ids=repr,
+)
+def test_what_else_skyrl_takes_from_a_reply_is_checked(change: dict[str, Any], field: str) -> None:
+    assert _refused(_body(**change)).field == field
+
+
+def test_an_error_in_the_place_of_a_reply_is_quoted() -> None:
+    """A proxy may answer 200 with an error inside."""
+    assert "upstream is gone" in _refused(b'{"error":{"message":"upstream is gone"}}').got
+
+
+def test_a_broken_body_is_not_kept_alive_by_its_error() -> None:
+    error = _refused(b"[" + b" " * 100_000)
+    assert error.__cause__ is None
+    assert error.__suppress_context__
 
 
 @pytest.mark.parametrize("routes", [None, ..., []])
@@ -452,11 +486,12 @@ def test_keys_that_come_twice() -> None:
     """JSON parsers take the last one; so do we, for the tokens and the routes alike."""
     last = orjson.dumps(r3st.envelope(IDS))
     first = orjson.dumps(r3st.envelope(IDS + 1))
-    body = b'{"choices":[],"choices":[{"token_ids":[1],"routed_experts":%s,"routed_experts":%s,"token_ids":[1,2]}]}'
+    tokens = b'{"choices":[],"choices":[{"finish_reason":"stop","token_ids":[1],'
+    body = tokens + b'"routed_experts":%s,"routed_experts":%s,"token_ids":[1,2]}]}'
     _loads_like_json(body % (first, last))
     assert _load(body % (first, last)).ids.tolist() == IDS.tolist()
     assert type(_refused(body % (first, b"null"))) is MissingRoutesError
-    twice = b'{"choices":[{"token_ids":[1,2],"routed_experts":{"data":"AA==",' + last[1:] + b"}]}"
+    twice = b'{"choices":[{"finish_reason":null,"token_ids":[1,2],"routed_experts":{"data":"AA==",' + last[1:] + b"}]}"
     assert _load(twice).ids.tolist() == IDS.tolist()
 
 

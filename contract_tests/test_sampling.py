@@ -15,6 +15,7 @@ from skyrl.train.utils import trainer_utils
 import skyrl_r3
 from contract_tests import canned
 from skyrl_r3 import RoutedExperts, codec
+from skyrl_r3.errors import RouteError
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -96,6 +97,28 @@ def test_filter_sampling_collects_routes_over_batches() -> None:
     assert not more
     assert final_uids == ["a", "a", "c", "c", "d", "d"]
     assert_routes_are_with_their_samples(final)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("count", [0, 2, 5])
+def test_another_number_of_routes_is_an_error_and_changes_nothing(count: int) -> None:
+    output = output_of([0.0, 1.0, 1.0, 1.0])
+    output["rollout_expert_indices"] = (output["rollout_expert_indices"] * 2)[:count]
+    before = {key: list(value) if isinstance(value, list) else value for key, value in output.items()}
+    config = {"n_samples_per_prompt": 2, "min_replace_ratio": 0.2}
+    for attempt in (
+        lambda: trainer_utils.handle_replace_sampling(output, ["a", "a", "b", "b"], config),  # pyright: ignore[reportArgumentType]
+        lambda: trainer_utils.filter_generator_output(output, [0, 1]),  # pyright: ignore[reportArgumentType]
+    ):
+        with pytest.raises(RouteError) as caught:
+            attempt()
+        assert (caught.value.expected, caught.value.got) == ("4 entries, one for each response", str(count))
+    assert output == before
+
+
+def test_kept_indices_may_be_an_iterator() -> None:
+    filtered = trainer_utils.filter_generator_output(output_of([0.0] * 3), iter([0, 2]))  # pyright: ignore[reportArgumentType]
+    assert_routes_are_with_their_samples(filtered)  # pyright: ignore[reportArgumentType]
+    assert len(filtered["response_ids"]) == 2
 
 
 def test_without_routes_stock_s_output_is_unchanged() -> None:

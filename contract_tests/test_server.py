@@ -196,6 +196,54 @@ async def test_concurrent_requests_keep_their_own_routes() -> None:
     await asyncio.gather(*(reply_for(app, index) for index in range(40)))
 
 
+async def test_a_request_made_in_the_context_of_another_is_answered_by_itself() -> None:
+    """A task inherits the context of the request that started it, and may make requests of its own."""
+    import asyncio
+
+    tasks: list[asyncio.Task[Any]] = []
+
+    def complete(prompt: list[int], params: Any) -> Any:
+        if prompt == PROMPT and not tasks:
+            tasks.append(asyncio.create_task(post(app, {"token_ids": [7, 8], "sampling_params": {}})))
+        return canned.completion(RESPONSE, prompt=prompt)
+
+    app = canned.skyrl_app(canned.CannedEngine(complete))
+    packed = await post(app, request(routed_experts_encodings=["packed"]))
+    inner = await tasks[0]
+    assert inner.json()["choices"][0]["token_ids"] == RESPONSE
+    assert inner.json()["choices"][0]["routed_experts"] == canned.routes_of([7, 8, *RESPONSE][:-1]).tolist()
+    ids = codec.unpack(packed.json()["choices"][0]["routed_experts"])
+    np.testing.assert_array_equal(ids, canned.routes_of([*PROMPT, *RESPONSE][:-1]))
+
+
+async def test_the_order_of_routes_is_that_of_stock() -> None:
+    """The first route of a path answers: an app's own, or that of the engine that was added first."""
+    from types import SimpleNamespace
+
+    from skyrl.backends.skyrl_train.inference_servers.vllm_server_actor import VLLMServerActor
+
+    first, second = engine(), engine()
+    app = canned.skyrl_app(first)
+    args = SimpleNamespace(enable_return_routed_experts=True, enable_lora=False)
+    VLLMServerActor._add_custom_endpoints(app, second, args)
+    for asks in ({}, {"routed_experts_encodings": ["packed"]}):
+        reply = await post(app, request(**asks))
+        assert isinstance(reply.json()["choices"][0]["routed_experts"], dict if asks else list)
+    assert (len(first.requests), len(second.requests)) == (2, 0)
+
+
+async def test_the_api_s_description_is_that_of_stock() -> None:
+    patched = canned.skyrl_app(engine()).openapi()
+    skyrl_r3.disable()
+    assert patched == canned.skyrl_app(engine()).openapi()
+
+
+async def test_numpy_numbers_of_an_engine_are_written() -> None:
+    logprobs = [{token: canned.logprob(np.float64(-0.5))} for token in RESPONSE]  # pyright: ignore[reportArgumentType]
+    reply = await post(canned.skyrl_app(engine(logprobs=logprobs)), request(routed_experts_encodings=["packed"]))
+    assert [entry["logprob"] for entry in reply.json()["choices"][0]["logprobs"]["content"]] == [-0.5] * 3
+
+
 async def test_other_endpoints_still_reach_the_engine() -> None:
     canned_engine = engine()
     transport = httpx.ASGITransport(app=canned.skyrl_app(canned_engine))

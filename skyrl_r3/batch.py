@@ -11,6 +11,7 @@ which would send every padding token to the rank that holds the first experts.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,8 @@ from skyrl_r3.routes import RoutedExperts
 if TYPE_CHECKING:
     import torch
 
+logger = logging.getLogger(__name__)
+
 _FIELD = "rollout_expert_indices"
 _BLOCK_ROWS = 512
 
@@ -32,7 +35,7 @@ def pad_routes(
     routes: Sequence[RoutedExperts | np.ndarray | None],
     sequences: torch.Tensor,
     lengths: Sequence[int],
-    trained: Sequence[bool],
+    loss_masks: Sequence[Sequence[float]],
 ) -> torch.Tensor | None:
     """Lay the routes of a batch out as the training tensor.
 
@@ -41,7 +44,8 @@ def pad_routes(
             against the sample's tokens; a plain array, which names no tokens, is only checked for what it holds.
         sequences: Token ids ``[batch, tokens]``, left-padded.
         lengths: Per sample, its number of tokens, prompt and response.
-        trained: Per sample, whether any of its tokens counts in the loss. One that does must have routes.
+        loss_masks: Per sample, ``[response]``, which of its tokens count in the loss. Where more of them than the last
+            one do, the sample must have routes. Those that have none are counted in a warning.
 
     Returns:
         ids ``[batch, tokens, layers, topk]`` (uint8, int16 or int32), or None where no sample has a route and none
@@ -54,18 +58,26 @@ def pad_routes(
     import torch
 
     batch, tokens = sequences.shape
-    if not len(routes) == len(lengths) == len(trained) == batch:
-        got = f"{len(routes)} with {len(lengths)} lengths and {len(trained)} masks"
+    if not len(routes) == len(lengths) == len(loss_masks) == batch:
+        got = f"{len(routes)} with {len(lengths)} lengths and {len(loss_masks)} masks"
         raise RouteError(_FIELD, expected=f"{batch} entries, one for each sequence", got=got)
     arrays = [_checked_array(entry, i) for i, entry in enumerate(routes)]
+    uncovered = [0] * batch
     for i, (ids, length) in enumerate(zip(arrays, lengths, strict=True)):
         if not 0 <= length <= tokens:
             raise RouteError(f"lengths[{i}]", expected=f"0 to {tokens} tokens", got=str(length), where=_sample(i))
-        if ids is None:
-            if trained[i]:
-                raise RouteError(f"{_FIELD}[{i}]", expected="captured routes", got="none", where=_sample(i))
-        elif len(ids) > length:
-            raise RouteError(f"{_FIELD}[{i}]", expected=f"at most {length} rows", got=f"{len(ids)}", where=_sample(i))
+        rows = 0 if ids is None else len(ids)
+        if rows > length:
+            raise RouteError(f"{_FIELD}[{i}]", expected=f"at most {length} rows", got=f"{rows}", where=_sample(i))
+        uncovered[i] = _trained_without_route(loss_masks[i], length, rows)
+        if uncovered[i] and not rows:
+            raise RouteError(f"{_FIELD}[{i}]", expected="captured routes", got="none", where=_sample(i))
+    if any(uncovered):
+        logger.warning(
+            "%d trained tokens have no captured route (samples %s): their rows are made up, and marked as padding",
+            sum(uncovered),
+            ", ".join(str(i) for i, count in enumerate(uncovered) if count),
+        )
     captured = [ids for ids in arrays if ids is not None]
     if not captured:
         return None
@@ -110,13 +122,23 @@ def router_padding_mask(rows: Sequence[int], lengths: Sequence[int], tokens: int
     return (position < starts) | (position >= starts + torch.tensor(list(rows)).unsqueeze(1))
 
 
+def _trained_without_route(loss_mask: Sequence[float], length: int, rows: int) -> int:
+    """How many trained tokens follow a token that has no route, so that their logits are not those of the rollout.
+
+    The last token does not count: where it is a synthetic end-of-sequence token, the one before it was sampled last and
+    has no route either.
+    """
+    first_response = length - len(loss_mask)
+    return int(sum(1 for weight in loss_mask[max(rows + 1 - first_response, 0) : -1] if weight))
+
+
 def _sample(index: int) -> str:
     return f"sample {index}"
 
 
 def _checked_array(entry: object, index: int) -> np.ndarray | None:
-    """The ids of one sample, or None where nothing was captured."""
-    if entry is None or (isinstance(entry, RoutedExperts) and not len(entry)):
+    """The ids of one sample, or None where nothing was captured: SkyRL's generator leaves an empty list there."""
+    if entry is None or (isinstance(entry, RoutedExperts | list) and not len(entry)):
         return None
     if isinstance(entry, RoutedExperts):
         return entry.ids
@@ -127,8 +149,8 @@ def _checked_array(entry: object, index: int) -> np.ndarray | None:
         suffix = error.field.removeprefix("routed_experts")
         raise RouteError(field + suffix, expected=error.expected, got=error.got, where=where) from error
     assert isinstance(entry, np.ndarray)
-    if not len(entry):
-        raise RouteError(field, expected="at least one row", got=describe(entry), where=where)
+    if not entry.size:
+        raise RouteError(field, expected="at least one row, layer and expert", got=describe(entry), where=where)
     return entry
 
 

@@ -79,7 +79,8 @@ def dump_packed(
             "token_ids": token_ids,
             "finish_reason": finish_reason,
             "logprobs": None if logprobs is None else {"content": logprobs},
-        }
+        },
+        option=orjson.OPT_SERIALIZE_NUMPY,
     )
     routes = b"null" if routed_experts is None else codec.pack_json(routed_experts)
     return b"".join((b'{"choices":[', head[:-1], b',"routed_experts":', routes, b"}]}"))
@@ -105,12 +106,14 @@ def load(body: bytes, *, prompt_token_ids: list[int], where: str) -> tuple[dict[
         reply = orjson.loads(body)
     except orjson.JSONDecodeError as error:
         got = f"{describe(body)}: {error}"
-        raise ReplyError("reply", expected="JSON", got=got, where=where) from error
-    choice = _first_choice(reply, where)
+        # `from None`, because the JSON error holds the whole body.
+        raise ReplyError("reply", expected="JSON", got=got, where=where) from None
+    choice = _first_choice(reply, body, where)
     token_ids = choice.get("token_ids")
     if not isinstance(token_ids, list):
         raise ReplyError("token_ids", expected="a list of token ids", got=describe(token_ids), where=where)
     encoding, ids = _decoded(choice, where)
+    _check_rest(choice, where)
     prompt, response = len(prompt_token_ids), len(token_ids)
     # A request that was aborted before its first token trains nothing, whatever part of its prompt was captured.
     if response and len(ids) != prompt + response - 1:
@@ -124,21 +127,42 @@ def load(body: bytes, *, prompt_token_ids: list[int], where: str) -> tuple[dict[
     if len(ids) and not ids.size:
         expected = "at least one layer and one expert a row"
         raise ReplyError("routed_experts.shape", expected=expected, got=describe(ids), where=where)
-    if not response:
-        ids = ids[:prompt]
+    if not response and len(ids) > prompt:
+        expected = f"at most {prompt} rows for a prompt of {prompt} and no response"
+        raise ReplyError("routed_experts.shape", expected=expected, got=f"{len(ids)} rows", where=where)
     try:
         tokens = as_token_array([*prompt_token_ids, *token_ids])
     except RouteError as error:
         raise ReplyError(error.field, expected=error.expected, got=error.got, where=where) from error
+    if response and int(tokens.min()) < 0:
+        raise ReplyError("token_ids", expected="ids of 0 or more", got=str(int(tokens.min())), where=where)
     choice["routed_experts"] = RoutedExperts(ids, tokens[: len(ids)])
     return reply, encoding
 
 
-def _first_choice(reply: object, where: str) -> dict[str, Any]:
+def _first_choice(reply: object, body: bytes, where: str) -> dict[str, Any]:
     choices = reply.get("choices") if isinstance(reply, dict) else None
     if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
-        raise ReplyError("choices", expected="a list that begins with an object", got=describe(choices), where=where)
+        got = f"{describe(choices)} in {body[:100].decode(errors='replace')}"
+        raise ReplyError("choices", expected="a list that begins with an object", got=got, where=where)
     return choices[0]
+
+
+def _check_rest(choice: dict[str, Any], where: str) -> None:
+    """Check what SkyRL's client takes from the reply beside the routes, so that a fault in it says where it is."""
+    if "finish_reason" not in choice:
+        raise ReplyError("finish_reason", expected="a reason", got="nothing", where=where)
+    logprobs = choice.get("logprobs")
+    if logprobs is None:
+        return
+    content = logprobs.get("content", []) if isinstance(logprobs, dict) else None
+    kinds = {type(entry.get("logprob")) if isinstance(entry, dict) else None for entry in content or []}
+    if not isinstance(content, list) or kinds - {float, int}:
+        got = describe(logprobs if content is None else next(iter(content), None))
+        raise ReplyError("logprobs.content", expected="a list of {logprob: number}", got=got, where=where)
+    if content and len(content) != len(choice["token_ids"]):
+        expected = f"{len(choice['token_ids'])} entries, one for each token"
+        raise ReplyError("logprobs.content", expected=expected, got=str(len(content)), where=where)
 
 
 def _decoded(choice: dict[str, Any], where: str) -> tuple[str, Any]:

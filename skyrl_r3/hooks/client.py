@@ -8,21 +8,23 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import importlib
 import inspect
+import json
 import logging
-import sys
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import aiohttp
-import orjson
+from yarl import URL
 
 from skyrl_r3 import reply
-from skyrl_r3.errors import R3Error, ReplyError
+from skyrl_r3.errors import OverlayError, R3Error, ReplyError
 from skyrl_r3.reply import GENERATE_PATH
 
 logger = logging.getLogger(__name__)
 
+_SKYRL_CLIENT = "skyrl.backends.skyrl_train.inference_servers.remote_inference_client"
 _START_FIELD = "routed_experts_prompt_start"
 _RETRY_PAUSE_S = 1.0
 """SkyRL's own pause: long enough for the pool to notice the connections that the server has closed."""
@@ -31,7 +33,18 @@ _slow_servers: set[str] = set()
 
 
 def post(original: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-    """Replace ``RemoteInferenceClient._post`` for ``/skyrl/v1/generate``."""
+    """Replace ``RemoteInferenceClient._post`` for ``/skyrl/v1/generate``.
+
+    Raises:
+        OverlayError: ``original`` is not SkyRL's, so that replacing it would lose what somebody else does there.
+    """
+    if original.__module__ != _SKYRL_CLIENT or hasattr(original, "__wrapped__"):
+        raise OverlayError(
+            "RemoteInferenceClient._post",
+            expected="SkyRL's own method",
+            got=f"{original.__module__}.{original.__qualname__}",
+            hint="Call skyrl_r3.enable() before it is wrapped.",
+        )
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -42,7 +55,7 @@ def post(original: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any
             return await original(*args, **kwargs)
         client, request = bound.arguments["self"], bound.arguments["json"]
         headers = bound.arguments.get("headers")
-        server = url.removesuffix(GENERATE_PATH)
+        server = str(URL(url.removesuffix(GENERATE_PATH)).with_user(None))  # Errors end up in logs.
         if (request.get("sampling_params") or {}).get(_START_FIELD):
             raise ReplyError(
                 f"sampling_params.{_START_FIELD}",
@@ -50,9 +63,8 @@ def post(original: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any
                 got=str(request["sampling_params"][_START_FIELD]),
                 hint="SkyRL 0.3 takes row i for token i, so routes that start later would train other tokens.",
             )
-        skyrl = sys.modules[original.__module__]
         asking = {**request, reply.ENCODINGS_FIELD: list(reply.ENCODINGS)}
-        body = await _fetch(skyrl, client, url, asking, headers)
+        body = await _fetch(client, url, asking, headers)
         session_id = (headers or {}).get("X-Session-ID")
         where = server if session_id is None else f"{server}, session {session_id}"
         parsed, encoding = reply.load(body, prompt_token_ids=request["token_ids"], where=where)
@@ -80,19 +92,17 @@ def refuse_post(original: Callable[..., Awaitable[Any]], error: R3Error) -> Call
     return _post
 
 
-async def _fetch(skyrl: Any, client: Any, url: str, request: dict[str, Any], headers: Any) -> bytes:
+async def _fetch(client: Any, url: str, request: dict[str, Any], headers: Any) -> bytes:
     """POST ``request`` and return the body of a successful reply.
 
-    Connection faults, and server errors that no JSON explains, are tried again as often as SkyRL does. A body that
-    arrived whole is returned whatever it holds: to generate it again would hide the fault and bias the data.
-
-    Args:
-        skyrl: SkyRL's client module, for its number of attempts and its reading of error replies.
+    Connection faults, and server errors in plain text, are tried again as often as SkyRL does. A body that arrived
+    whole is returned whatever it holds: to generate it again would hide the fault and bias the data.
 
     Raises:
         aiohttp.ClientResponseError: The server answered with an error, with its text.
         aiohttp.ClientError: The connection failed every time.
     """
+    skyrl = importlib.import_module(_SKYRL_CLIENT)
     session = await client._get_session()
     last: Exception = RuntimeError(f"no attempt was made for {url}")
     for attempt in range(skyrl._DATA_PLANE_RETRIES):
@@ -104,26 +114,29 @@ async def _fetch(skyrl: Any, client: Any, url: str, request: dict[str, Any], hea
                 body = await response.read()
                 if response.status < 400:
                     return body
-                explained = _json_object(body)
-                if explained is not None:
+                explained = _json(body)
+                if explained is None or isinstance(explained, dict):
                     skyrl.raise_for_status(response, explained)
                 last = aiohttp.ClientResponseError(
                     response.request_info,
                     response.history,
                     status=response.status,
-                    message=body.decode(errors="replace") or response.reason or "",
+                    message=body.decode(errors="replace"),
                     headers=response.headers,
                 )
+                if response.status < 500 or explained is not _PLAIN_TEXT:
+                    raise last
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
             last = error
-        if isinstance(last, aiohttp.ClientResponseError) and last.status < 500:
-            break
     raise last
 
 
-def _json_object(body: bytes) -> dict[str, Any] | None:
+_PLAIN_TEXT = object()
+
+
+def _json(body: bytes) -> Any:
+    """What an error's body says, None if it is empty. By the standard library, which reads NaN as SkyRL does."""
     try:
-        parsed = orjson.loads(body)
-    except orjson.JSONDecodeError:
-        return None
-    return parsed if isinstance(parsed, dict) else None
+        return json.loads(body) if body.strip() else None
+    except ValueError:
+        return _PLAIN_TEXT

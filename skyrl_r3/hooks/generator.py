@@ -23,9 +23,10 @@ _ROUTES = "rollout_expert_indices"
 def update_agent_loop_state(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``SkyRLGymGenerator._update_agent_loop_state_with_*``: check a turn's routes before they are kept.
 
-    A turn without a single captured row, as of a request that was aborted before its first token, must not replace
-    the routes of the turns before it. And an environment may return a ``postprocessed_action``, which SkyRL encodes
-    again: from the first token that differs, the routes are those of other tokens, and are cut off with a warning.
+    A turn without a response, as of a request that was aborted before its first token, must not replace the routes of
+    the turns before it: whatever it captured of its prompt is less. And an environment may return a
+    ``postprocessed_action``, which SkyRL encodes again: from the first token that differs, the routes are those of
+    other tokens, and are cut off with a warning.
     """
     signature = inspect.signature(original)
 
@@ -33,7 +34,9 @@ def update_agent_loop_state(original: Callable[..., Any]) -> Callable[..., Any]:
     def _update_agent_loop_state(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
         turn, state = bound.arguments["turn_output"], bound.arguments["agent_loop_state"]
-        if isinstance(turn.rollout_expert_indices, RoutedExperts):
+        if not turn.output_ids:
+            turn.rollout_expert_indices = None
+        elif isinstance(turn.rollout_expert_indices, RoutedExperts):
             turn.rollout_expert_indices = _of_these_tokens(
                 turn.rollout_expert_indices, state.input_ids, turn.output_ids
             )
@@ -67,11 +70,14 @@ def filter_generator_output(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def filter_generator_output(*args: Any, **kwargs: Any) -> Any:
-        filtered = original(*args, **kwargs)
         bound = signature.bind(*args, **kwargs)
-        routes = bound.arguments["output"].get(_ROUTES)
-        if routes is not None and filtered.get(_ROUTES) is None:
-            filtered[_ROUTES] = [routes[i] for i in bound.arguments["kept_indices"]]
+        output = bound.arguments["output"]
+        if output.get(_ROUTES) is None:
+            return original(*args, **kwargs)
+        routes = _one_for_each_sample(output)
+        kept = bound.arguments["kept_indices"] = list(bound.arguments["kept_indices"])
+        filtered = original(*bound.args, **bound.kwargs)
+        filtered[_ROUTES] = [routes[i] for i in kept]
         return filtered
 
     return filter_generator_output
@@ -88,10 +94,10 @@ def handle_replace_sampling(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def handle_replace_sampling(*args: Any, **kwargs: Any) -> Any:
         output = signature.bind(*args, **kwargs).arguments["generator_output"]
-        routes = output.get(_ROUTES)
-        if routes is None:
+        if output.get(_ROUTES) is None:
             return original(*args, **kwargs)
-        stop_reasons = output["stop_reasons"]
+        routes = _one_for_each_sample(output)
+        stop_reasons = output.get("stop_reasons")
         origin = list(range(len(routes)))
         output["stop_reasons"] = origin
         try:
@@ -102,3 +108,10 @@ def handle_replace_sampling(original: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return handle_replace_sampling
+
+
+def _one_for_each_sample(output: Any) -> list[Any]:
+    routes, samples = output[_ROUTES], len(output["response_ids"])
+    if len(routes) != samples:
+        raise RouteError(_ROUTES, expected=f"{samples} entries, one for each response", got=str(len(routes)))
+    return routes

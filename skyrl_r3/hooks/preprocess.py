@@ -20,7 +20,7 @@ def convert_prompts_responses(original: Callable[..., Any]) -> Callable[..., Any
     def convert_prompts_responses_to_batch_tensors(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
         routes = bound.arguments.get(_ROUTES)
-        if not routes or _all_nested(routes):
+        if routes is None or not len(routes) or _all_nested(routes):
             return original(*args, **kwargs)
         bound.arguments[_ROUTES] = None
         tensors = original(*bound.args, **bound.kwargs)
@@ -29,7 +29,7 @@ def convert_prompts_responses(original: Callable[..., Any]) -> Callable[..., Any
             routes,
             sequences=tensors[0],
             lengths=_lengths(given["prompts"], given["responses"]),
-            trained=[any(mask) for mask in given["loss_masks"]],
+            loss_masks=given["loss_masks"],
         )
         return (*tensors[:-1], ids)
 
@@ -48,7 +48,7 @@ def convert_to_training_input(original: Callable[..., Any]) -> Callable[..., Any
         training_input = original(*args, **kwargs)
         output = signature.bind(*args, **kwargs).arguments["generator_output"]
         routes = output.get(_ROUTES)
-        if routes and not _all_nested(routes) and training_input.get(_ROUTES) is not None:
+        if routes is not None and len(routes) and not _all_nested(routes) and training_input.get(_ROUTES) is not None:
             mask = batch.router_padding_mask(
                 [0 if entry is None else len(entry) for entry in routes],
                 _lengths(output["prompt_token_ids"], output["response_ids"]),
@@ -64,7 +64,7 @@ def convert_to_training_input(original: Callable[..., Any]) -> Callable[..., Any
 
 def _all_nested(routes: Any) -> bool:
     """Whether a custom generator made the routes: nested lists, which SkyRL's own code turns into a tensor."""
-    entries = [entry for entry in routes if entry is not None]
+    entries = [entry for entry in routes if entry is not None and len(entry)]
     return bool(entries) and all(isinstance(entry, list) for entry in entries)
 
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import AsyncIterator, Callable
-from contextvars import ContextVar
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,34 +22,49 @@ from skyrl_r3.errors import CodecError, R3Error
 
 logger = logging.getLogger(__name__)
 
-_tapped: ContextVar[list[Any] | None] = ContextVar("skyrl_r3_tapped", default=None)
-"""Where the outputs of the current request go; None while SkyRL answers by itself."""
-
 
 class EngineTap:
-    """An engine whose ``generate`` hands its outputs over to the request that asked for them."""
+    """An engine whose ``generate`` hands its outputs over to the request that asked for them.
+
+    Requests are told apart by the list of token ids that SkyRL's handler takes from the parsed body and gives to the
+    engine: the same object. A context variable would not do, because every task that is started while a request runs
+    inherits its context.
+    """
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
+        self._requests: dict[int, list[Any]] = {}
 
     def __getattr__(self, name: str) -> Any:
+        if name == "_engine":  # A copy asks for attributes before it has any.
+            raise AttributeError(name)
         return getattr(self._engine, name)
 
-    async def generate(self, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+    @contextmanager
+    def outputs_for(self, token_ids: list[int]) -> Iterator[list[Any]]:
+        """A list that holds the last output for this very ``token_ids`` once the handler has run the engine."""
+        outputs = self._requests[id(token_ids)] = []
+        try:
+            yield outputs
+        finally:
+            del self._requests[id(token_ids)]
+
+    async def generate(self, prompt: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
         """As the engine's. SkyRL's handler gets an empty completion where the reply is written by this module."""
-        tapped = _tapped.get()
-        async for output in self._engine.generate(*args, **kwargs):
-            if tapped is None:
+        token_ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
+        outputs = self._requests.get(id(token_ids)) if token_ids is not None else None
+        async for output in self._engine.generate(prompt, *args, **kwargs):
+            if outputs is None:
                 yield output
             else:
-                tapped[:] = [output]
-        if tapped:
+                outputs[:] = [output]
+        if outputs:
             nothing = SimpleNamespace(token_ids=[], finish_reason=None, logprobs=None, routed_experts=None)
             yield SimpleNamespace(outputs=[nothing])
 
 
 def add_custom_endpoints(original: Callable[..., None]) -> Callable[..., None]:
-    """Replace ``VLLMServerActor._add_custom_endpoints``: let it add its endpoints, then put ours before its own."""
+    """Replace ``VLLMServerActor._add_custom_endpoints``: let it add its endpoints, then put ours in front of one."""
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -57,10 +72,13 @@ def add_custom_endpoints(original: Callable[..., None]) -> Callable[..., None]:
         bound = signature.bind(*args, **kwargs)
         if not getattr(bound.arguments["cli_args"], "enable_return_routed_experts", False):
             return original(*args, **kwargs)
-        app = bound.arguments["app"]
-        bound.arguments["engine"] = EngineTap(bound.arguments["engine"])
+        routes = bound.arguments["app"].router.routes
+        there = list(routes)
+        tap = bound.arguments["engine"] = EngineTap(bound.arguments["engine"])
         original(*bound.args, **bound.kwargs)
-        _put_before(app, reply.GENERATE_PATH)
+        added = (route for route in routes if route not in there)
+        stock = next(route for route in added if getattr(route, "path", None) == reply.GENERATE_PATH)
+        _replace_endpoint(bound.arguments["app"], stock, tap)
 
     return _add_custom_endpoints
 
@@ -77,45 +95,44 @@ def refuse_custom_endpoints(original: Callable[..., None], error: R3Error) -> Ca
     return _add_custom_endpoints
 
 
-def _put_before(app: Any, path: str) -> None:
-    """Serve ``path`` of ``app`` ourselves, with its present endpoint for the requests that are not ours."""
-    route = next(route for route in app.router.routes if getattr(route, "path", None) == path)
+def _replace_endpoint(app: Any, route: Any, tap: EngineTap) -> None:
+    """Serve ``route`` of ``app`` ourselves, with its present endpoint for the requests that are not ours."""
     stock = route.endpoint
 
+    @functools.wraps(stock)
     async def generate(request: Request) -> Any:
-        wanted = await _wanted_encodings(request)
+        body = await _json_object(request)
+        wanted, token_ids = body.get(reply.ENCODINGS_FIELD), body.get("token_ids")
         if wanted is None:
             return await stock(request)
         try:
             encoding = reply.choose_encoding(wanted)
         except R3Error as error:
             raise HTTPException(status_code=400, detail=str(error)) from error
-        if encoding == reply.NESTED:
+        if encoding == reply.NESTED or not isinstance(token_ids, list):
             return await stock(request)
-        tapped: list[Any] = []
-        token = _tapped.set(tapped)
+        with tap.outputs_for(token_ids) as outputs:
+            answer = await stock(request)
+        if not outputs:
+            return answer  # The handler did not give these token ids to the engine. Its answer is right, but nested.
         try:
-            await stock(request)
-        finally:
-            _tapped.reset(token)
-        try:
-            body = _packed_body(tapped[0])
-        except CodecError as error:
-            detail = f"the engine's {error}"
-            raise HTTPException(status_code=500, detail=detail) from error
-        return Response(content=body, media_type="application/json")
+            content = _packed_body(outputs[0])
+        except (CodecError, TypeError) as error:
+            raise HTTPException(status_code=500, detail=f"the engine's reply: {error}") from error
+        return Response(content=content, media_type="application/json")
 
-    app.router.routes.remove(route)
+    routes = app.router.routes
     # Without a response model, as SkyRL's: one would send stock replies through pydantic and change their bytes.
-    app.post(path, response_model=None, name=route.name)(generate)
+    app.post(route.path, response_model=None)(generate)
+    routes[routes.index(route)] = routes.pop()
 
 
-async def _wanted_encodings(request: Request) -> Any:
+async def _json_object(request: Request) -> dict[str, Any]:
     try:
         body = await request.json()
     except ValueError:
-        return None  # Not JSON: SkyRL's handler fails on it in its own way.
-    return body.get(reply.ENCODINGS_FIELD) if isinstance(body, dict) else None
+        return {}  # Not JSON: SkyRL's handler fails on it in its own way.
+    return body if isinstance(body, dict) else {}
 
 
 def _packed_body(output: Any) -> bytes:
