@@ -105,7 +105,9 @@ def test_load_packed_body_reads_a_reply_without_routes(skyrl04: Peer) -> None:
 def test_we_load_a_reply_with_their_envelope(skyrl04: Peer, ids: r3st.Array, response: list[int]) -> None:
     """A reply of theirs is the same object, written by orjson."""
     prompt = list(range(max(len(ids) + 1 - len(response), 0)))
-    body = orjson.dumps({"choices": [{"token_ids": response, "routed_experts": skyrl04.ask("pack", ids)}]})
+    body = orjson.dumps(
+        {"choices": [{"finish_reason": "stop", "token_ids": response, "routed_experts": skyrl04.ask("pack", ids)}]}
+    )
     if len(prompt) + len(response) - 1 == len(ids) and (ids.size or not len(ids)):
         parsed, encoding = reply.load(body, prompt_token_ids=prompt, where="s")
         assert encoding == "packed"
