@@ -134,6 +134,8 @@ WRONG: dict[str, Any] = {
     "none of a trained sample": None,
     "nested lists among arrays": [[[1, 2]]],
     "empty lists among arrays": [],
+    "a number": 5,
+    "text": "AAEC",
     "two dimensions": np.zeros((4, 6), np.uint8),
     "no rows": np.zeros((0, 3, 2), np.uint8),
     "int64": np.zeros((4, 3, 2), np.int64),

@@ -64,8 +64,8 @@ def convert_to_training_input(original: Callable[..., Any]) -> Callable[..., Any
 
 def _all_nested(routes: Any) -> bool:
     """Whether a custom generator made the routes: nested lists, which SkyRL's own code turns into a tensor."""
-    entries = [entry for entry in routes if entry is not None and len(entry)]
-    return bool(entries) and all(isinstance(entry, list) for entry in entries)
+    kinds = {type(entry) for entry in routes if entry is not None and not (isinstance(entry, list) and not entry)}
+    return kinds == {list}
 
 
 def _lengths(prompts: Any, responses: Any) -> list[int]:

@@ -18,7 +18,7 @@ from typing import Any
 from fastapi import HTTPException, Request, Response
 
 from skyrl_r3 import reply
-from skyrl_r3.errors import CodecError, R3Error
+from skyrl_r3.errors import CodecError, OverlayError, R3Error
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +77,10 @@ def add_custom_endpoints(original: Callable[..., None]) -> Callable[..., None]:
         tap = bound.arguments["engine"] = EngineTap(bound.arguments["engine"])
         original(*bound.args, **bound.kwargs)
         added = (route for route in routes if route not in there)
-        stock = next(route for route in added if getattr(route, "path", None) == reply.GENERATE_PATH)
+        stock = next((route for route in added if getattr(route, "path", None) == reply.GENERATE_PATH), None)
+        if stock is None:
+            expected = f"an endpoint at {reply.GENERATE_PATH}"
+            raise OverlayError("VLLMServerActor._add_custom_endpoints", expected=expected, got="none")
         _replace_endpoint(bound.arguments["app"], stock, tap)
 
     return _add_custom_endpoints
