@@ -242,12 +242,13 @@ async def test_an_action_changed_in_an_earlier_turn_is_captured_by_the_next(toke
         assert len(routes) == len(tokens) - 1
 
 
-async def test_an_empty_turn_keeps_the_routes_of_the_turns_before(tokenizer: Any) -> None:
+@pytest.mark.parametrize("rows", [0, 2], ids=["nothing captured", "part of the prompt captured"])
+async def test_an_empty_turn_keeps_the_routes_of_the_turns_before(tokenizer: Any, rows: int) -> None:
     plain = answer_with(tokenizer.eos_token_id)
 
     def answer(number: int, request: dict[str, Any]) -> bytes:
         first_turn = "observation" not in tokenizer.decode(request["token_ids"])
-        return plain(number, request) if first_turn else reply_to(request, [], np.zeros((0, 3, 2), np.uint8), [])
+        return plain(number, request) if first_turn else reply_to(request, [], np.zeros((rows, 3, 2), np.uint8), [])
 
     skyrl_r3.enable()
     output = await run(tokenizer, config(max_turns=2), answer)
