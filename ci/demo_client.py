@@ -185,7 +185,7 @@ class Demo:
     async def client_case(self, case: str, *, count: int, max_tokens: int, keep: bool = True) -> None:
         """``RemoteInferenceClient.generate`` alone."""
         prompt_ids = self.tokenizer.apply_chat_template(
-            make_prompts(count, "client"), add_generation_prompt=True, tokenize=True, return_dict=False
+            make_prompts(count, case), add_generation_prompt=True, tokenize=True, return_dict=False
         )
         params = get_sampling_params_for_backend(
             "vllm", SamplingParams(temperature=0.0, max_generate_length=max_tokens)
@@ -220,7 +220,7 @@ class Demo:
         wire, client = Wire(), self.client()
         generator = SkyRLGymGenerator(config, SkyRLGymConfig(), client, self.tokenizer)
         request: Any = {
-            "prompts": make_prompts(count, "generator"),
+            "prompts": make_prompts(count, case),
             "env_classes": [demo_env.ENV_ID] * count,
             "env_extras": [{} for _ in range(count)],
             "sampling_params": get_sampling_params_for_backend("vllm", config.sampling_params),

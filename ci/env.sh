@@ -70,6 +70,7 @@ _r3_build() {
     rm -rf "$env"
     # Compiled now: every process of the demo imports torch or vLLM, and some machines forbid writing .pyc files later.
     local -x UV_COMPILE_BYTECODE=1
+    _r3_say "installing torch, SkyRL 0.3.0 with its requirements and vLLM for CPUs: 8 GB, the longest step"
     "$SKYRL_R3_UV" venv -q --python "$SKYRL_R3_PY" "$env" &&
         "$SKYRL_R3_UV" pip install -q --python "$env/bin/python" -r "$_r3_repo/ci/requirements-skyrl-0.3.txt" &&
         "$SKYRL_R3_UV" pip install -q --python "$env/bin/python" --no-deps \

@@ -20,7 +20,7 @@ step "ruff"
 step "pyright"
 "$SKYRL_R3_ENV/bin/pyright" --pythonpath "$python"
 step "contract tests"
-"$python" -m pytest contract_tests -q -p no:cacheprovider --durations=10
+"$python" -m pytest contract_tests -q -p no:cacheprovider --disable-warnings
 step "demo"
 bash "$here/demo.sh"
 step "done"

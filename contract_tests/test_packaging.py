@@ -94,9 +94,10 @@ def test_finder_is_installed_once_and_first(bare_python: Path) -> None:
     assert out.startswith("1 <skyrl_r3.autoload.SkyRLFinder")
 
 
-def test_switched_off_installs_nothing(bare_python: Path, empty_python: Path) -> None:
+@pytest.mark.parametrize("value", ["off", "OFF", "0", "false", "no"])
+def test_switched_off_installs_nothing(bare_python: Path, empty_python: Path, value: str) -> None:
     code = "import sys; print([type(finder).__name__ for finder in sys.meta_path])"
-    off = run_python([str(bare_python), "-c", code], env={"SKYRL_R3": "off"}).stdout
+    off = run_python([str(bare_python), "-c", code], env={"SKYRL_R3": value}).stdout
     assert off == run_python([str(empty_python), "-c", code]).stdout.replace("'NoneType', ", "")
 
 

@@ -8,7 +8,7 @@ import os
 import sys
 
 SWITCH = "SKYRL_R3"
-OFF = "off"
+OFF = ("off", "0", "false", "no")
 
 
 class SkyRLFinder:
@@ -41,5 +41,10 @@ def installed() -> bool:
 
 def start() -> None:
     """What the ``.pth`` file does: install, unless ``SKYRL_R3=off``."""
-    if os.environ.get(SWITCH, "").strip().lower() != OFF:
+    if not is_off():
         install()
+
+
+def is_off() -> bool:
+    """Whether the environment disables the overlay in this process: ``SKYRL_R3=off``."""
+    return os.environ.get(SWITCH, "").strip().lower() in OFF

@@ -71,7 +71,8 @@ def pad_routes(
             raise RouteError(f"{_FIELD}[{i}]", expected=f"at most {length} rows", got=f"{rows}", where=_sample(i))
         uncovered[i] = _trained_without_route(loss_masks[i], length, rows)
         if uncovered[i] and not rows:
-            raise RouteError(f"{_FIELD}[{i}]", expected="captured routes", got="none", where=_sample(i))
+            hint = "A generator has returned no routes for a sample that is trained on."
+            raise RouteError(f"{_FIELD}[{i}]", expected="captured routes", got="none", where=_sample(i), hint=hint)
     if any(uncovered):
         logger.warning(
             "%d trained tokens have no captured route (samples %s): their rows are made up, and marked as padding",
@@ -173,7 +174,8 @@ def _check_tokens(entry: RoutedExperts, token_ids: np.ndarray, index: int) -> No
             expected=f"the route of token {int(token_ids[same])} in row {same}",
             got=f"that of token {int(entry.token_ids[same])}",
             where=_sample(index),
-            hint="These routes were captured for other tokens than the sample holds.",
+            hint="These routes were captured for other tokens than the sample holds: something has moved samples "
+            "without their routes.",
         )
 
 

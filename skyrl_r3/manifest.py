@@ -152,7 +152,8 @@ def installed_skyrl() -> tuple[str, Path]:
     if spec is None or not spec.submodule_search_locations:
         old = _distribution_version("skyrl-train")
         got = "none" if old is None else f"only skyrl-train {old}, the older package, which has no R3"
-        raise UnsupportedSkyRLError("skyrl", expected=f"a release in {_supported()}", got=got)
+        hint = "SkyRL is not installed in this environment."
+        raise UnsupportedSkyRLError("skyrl", expected=f"a release in {_supported()}", got=got, hint=hint)
     root = Path(next(iter(spec.submodule_search_locations)))
     # The package's own word first: a checkout on sys.path can be another release than the one pip installed.
     version = assigned_string(root / "__init__.py", "__version__") or _distribution_version("skyrl")

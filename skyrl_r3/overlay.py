@@ -60,11 +60,6 @@ _failures: list[OverlayError] = []
 """Why a patch could not be applied although its target fits. From then on nothing is applied in this process."""
 
 
-def is_off() -> bool:
-    """Whether ``SKYRL_R3=off`` disables the overlay in this process."""
-    return os.environ.get(autoload.SWITCH, "").strip().lower() == autoload.OFF
-
-
 def enable() -> list[TargetStatus]:
     """Apply the overlay in this process, for what is imported already and for what will be.
 
@@ -78,8 +73,8 @@ def enable() -> list[TargetStatus]:
         UnsupportedSkyRLError: SkyRL is missing or of another release than those supported.
         DriftError: A target is not what its patch was written for. Nothing is applied.
     """
-    if is_off():
-        logger.warning("skyrl-r3 stays off: %s=%s is set", autoload.SWITCH, autoload.OFF)
+    if autoload.is_off():
+        logger.warning("skyrl-r3 stays off: %s=%s is set", autoload.SWITCH, os.environ[autoload.SWITCH])
         return status()
     with _lock:
         plan = manifest.plan()
@@ -135,7 +130,7 @@ def status() -> list[TargetStatus]:
 
 def wanted(module_name: str) -> bool:
     """Whether a target is in ``module_name``. Asked by the import hook for each module of SkyRL's; never raises."""
-    if is_off():
+    if autoload.is_off():
         return False
     try:
         return any(target.module == module_name for target in manifest.plan().manifest.targets)
@@ -222,7 +217,10 @@ def _state(plan: manifest.Plan, target: Target) -> dict[str, str]:
     if plan.drifted():
         return {"state": "pending", "detail": f"nothing is applied: {plan.drifted()[0].name} does not fit"}
     if applied is None:
-        return {"state": "pending", "detail": "off" if is_off() or not autoload.installed() else "not imported yet"}
+        return {
+            "state": "pending",
+            "detail": "off" if autoload.is_off() or not autoload.installed() else "not imported yet",
+        }
     if applied.superseded_by():
         return {"state": "superseded", "detail": f"by {applied.superseded_by()}"}
     edited = f"its source differs from that of SkyRL {plan.manifest.reviewed}" if plan.edited(target) else ""
