@@ -74,7 +74,8 @@ def enable() -> list[TargetStatus]:
         DriftError: A target is not what its patch was written for. Nothing is applied.
     """
     if autoload.is_off():
-        logger.warning("skyrl-r3 stays off: %s=%s is set", autoload.SWITCH, os.environ[autoload.SWITCH])
+        value = os.environ[autoload.SWITCH].strip().lower()
+        logger.warning("skyrl-r3 stays off: %s=%s is set", autoload.SWITCH, value)
         return status()
     with _lock:
         plan = manifest.plan()
