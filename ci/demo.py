@@ -1,8 +1,9 @@
 """Run the same requests with the overlay off and on, against real generation, and compare; ``ci/demo.sh`` calls this.
 
-Per phase: one server (vLLM on a CPU behind SkyRL 0.3.0's endpoint), the real vllm-router in front, one client process.
-In the phase "on" also two steps of SkyRL's fully asynchronous trainer under Ray. "off" means SKYRL_R3=off in server and
-client; "on" means that nothing is set. Ends with two tables; the exit status is 1 on any difference.
+SkyRL 0.3.0, per phase: one server (vLLM on a CPU behind SkyRL's endpoint), the real vllm-router in front, one client
+process. In the phase "on" also two steps of SkyRL's fully asynchronous trainer under Ray. "off" means SKYRL_R3=off in
+server and client; "on" means that nothing is set. SkyRL 0.4.0: its own server with the overlay on, the router, and a
+client process with the overlay off and one with it on. Ends with tables; the exit status is 1 on any difference.
 """
 
 from __future__ import annotations
@@ -191,13 +192,10 @@ def environment(work: Path, phase: str) -> dict[str, str]:
     return env | ({"SKYRL_R3": "off"} if phase == "off" else {})
 
 
-def start_serving(stack: ExitStack, args: argparse.Namespace, phase: str, env: dict[str, str]) -> tuple[str, str]:
-    """Start server and router; both are stopped with ``stack``. Returns the router's URL and the server's."""
-    port, router_port, metrics_port = free_port(), free_port(), free_port()
-    server_url, proxy_url = f"http://{HOST}:{port}", f"http://{HOST}:{router_port}"
-    say(f"overlay {phase}: starting vLLM behind SkyRL's endpoint (a minute or two)")
+def server_command(args: argparse.Namespace, line: str, port: int, status: Path) -> list[str]:
+    """How the server of a SkyRL line is started: 0.4.0's by itself, 0.3.0's by a launcher for newer vLLM."""
     options = {
-        "--r3-status": args.work / f"server-{phase}.status.json",
+        "--host": HOST,
         "--port": port,
         "--model": args.model,
         "--served-model-name": MODEL_NAME,
@@ -206,9 +204,25 @@ def start_serving(stack: ExitStack, args: argparse.Namespace, phase: str, env: d
         "--max-num-seqs": 1,
     }
     switches = ["--enforce-eager", "--enable-return-routed-experts"]
-    command = [sys.executable, str(HERE / "serve_skyrl_03.py"), *flat(options), *switches]
-    log = args.work / f"server-{phase}.log"
-    server = stack.enter_context(running(f"server, overlay {phase}", command, env, log))
+    if line == "0.3":
+        launcher = [sys.executable, str(HERE / "serve_skyrl_03.py"), "--r3-status", str(status)]
+    else:
+        launcher = [str(args.python_04), "-m", "skyrl.backends.skyrl_train.inference_servers.vllm_server_actor"]
+        # What vLLM would choose by itself on a CPU; SkyRL's launcher takes the GPU's for granted.
+        options["--worker-cls"] = "vllm.v1.worker.cpu_worker.CPUWorker"
+    return [*launcher, *flat(options), *switches]
+
+
+def start_serving(
+    stack: ExitStack, args: argparse.Namespace, line: str, phase: str, env: dict[str, str]
+) -> tuple[str, str]:
+    """Start server and router; both are stopped with ``stack``. Returns the router's URL and the server's."""
+    port, router_port, metrics_port = free_port(), free_port(), free_port()
+    server_url, proxy_url = f"http://{HOST}:{port}", f"http://{HOST}:{router_port}"
+    name = f"SkyRL {line}, overlay {phase}"
+    say(f"{name}: starting vLLM behind SkyRL's endpoint (a minute or two)")
+    command = server_command(args, line, port, args.work / f"server-{phase}.status.json")
+    server = stack.enter_context(running(f"server, {name}", command, env, args.work / f"server-{line}-{phase}.log"))
     server.wait_until(lambda: answers(f"{server_url}/health"), SERVER_START_S)
     options = {
         "--worker-urls": server_url,
@@ -218,25 +232,35 @@ def start_serving(stack: ExitStack, args: argparse.Namespace, phase: str, env: d
         "--prometheus-host": HOST,
         "--prometheus-port": metrics_port,
     }
-    command, log = [str(args.router), *flat(options)], args.work / f"router-{phase}.log"
-    router = stack.enter_context(running(f"router, overlay {phase}", command, env, log))
+    command = [str(args.router), *flat(options)]
+    router = stack.enter_context(running(f"router, {name}", command, env, args.work / f"router-{line}-{phase}.log"))
     router.wait_until(lambda: answers(f"{proxy_url}/health"), ROUTER_START_S)
-    say(f"overlay {phase}: server and router are up")
+    say(f"{name}: server and router are up")
     return proxy_url, server_url
 
 
-def run_client(args: argparse.Namespace, phase: str, env: dict[str, str], proxy_url: str, server_url: str) -> None:
+def client_stem(work: Path, line: str, phase: str) -> Path:
+    """Path without suffix of what a client process writes. Without a dot, as suffixes are added to it."""
+    return work / f"client-{line.replace('.', '')}-{phase}"
+
+
+def run_client(
+    args: argparse.Namespace, line: str, phase: str, env: dict[str, str], proxy_url: str, server_url: str
+) -> None:
     """One client process, all cases."""
+    stem = client_stem(args.work, line, phase)
     options = {
         "--proxy-url": proxy_url,
         "--server-url": server_url,
         "--model": args.model,
         "--model-name": MODEL_NAME,
-        "--out": args.work / f"client-{phase}",
+        "--out": stem,
     }
-    command = [sys.executable, "-u", str(HERE / "demo_client.py"), *flat(options)]
-    say(f"overlay {phase}: client, generator and preprocessing")
-    with running(f"client, overlay {phase}", command, env, args.work / f"client-{phase}.log") as client:
+    python = sys.executable if line == "0.3" else str(args.python_04)
+    command = [python, "-u", str(HERE / "demo_client.py"), *flat(options)]
+    name = f"SkyRL {line}, overlay {phase}"
+    say(f"{name}: client and generator" + (", preprocessing" if line == "0.3" else ""))
+    with running(f"client, {name}", command, env, stem.parent / f"{stem.name}.log") as client:
         client.wait(CLIENT_S)
 
 
@@ -380,8 +404,8 @@ def check_processes(proofs: dict[str, dict[str, Any]]) -> list[str]:
 def check_off(work: Path) -> list[str]:
     """With SKYRL_R3=off no process may have applied anything."""
     found = []
-    for name in ("server", "client"):
-        proof = json.loads((work / f"{name}-off.status.json").read_text())
+    for name in ("server-off", "client-03-off", "client-04-off"):
+        proof = json.loads((work / f"{name}.status.json").read_text())
         applied = [row["target"] for row in proof["status"] or [] if row["state"] == "applied"]
         if proof["switch"] != "off" or applied:
             found.append(f"{name}: SKYRL_R3={proof['switch']}, yet applied: {applied}")
@@ -393,6 +417,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True, help="directory for logs and results")
     parser.add_argument("--model", type=Path, required=True, help="checkpoint made by tiny_moe.py")
+    parser.add_argument("--python-04", type=Path, required=True, help="interpreter that has SkyRL 0.4.0")
     parser.add_argument("--router", type=Path, required=True, help="the vllm-router program")
     args = parser.parse_args()
     # So that every "finally" runs, and with it every stop.
@@ -404,22 +429,34 @@ def main() -> int:
         for phase in ("off", "on"):
             env = environment(args.work, phase)
             with ExitStack() as stack:
-                proxy_url, server_url = start_serving(stack, args, phase, env)
-                run_client(args, phase, env, proxy_url, server_url)
+                urls = start_serving(stack, args, "0.3", phase, env)
+                run_client(args, "0.3", phase, env, *urls)
                 if phase == "on":
-                    trainer_proofs = run_trainer(args, env, proxy_url, server_url)
-            say(f"overlay {phase}: stopped")
+                    trainer_proofs = run_trainer(args, env, *urls)
+            say(f"SkyRL 0.3, overlay {phase}: stopped")
+        with ExitStack() as stack:
+            urls = start_serving(stack, args, "0.4", "on", environment(args.work, "on"))
+            for phase in ("off", "on"):
+                # Both ask the same server for the same: what it kept of the first must not help the second.
+                reset = urllib.request.Request(f"{urls[1]}/reset_prefix_cache", data=b"{}", method="POST")
+                urllib.request.urlopen(reset, timeout=60).close()
+                run_client(args, "0.4", phase, environment(args.work, phase), *urls)
+        say("SkyRL 0.4: stopped")
     except DemoError as error:
         print(f"\ndemo: {error}", file=sys.stderr)
         return 1
 
-    off, on = Run.load(args.work / "client-off"), Run.load(args.work / "client-on")
-    differences = {case: compare_case(case, off, on) for case in off.cases}
-    proofs = {name: json.loads((args.work / f"{name}-on.status.json").read_text()) for name in ("server", "client")}
+    names = {"server": "server-on", "client": "client-03-on"}
+    proofs = {name: json.loads((args.work / f"{stem}.status.json").read_text()) for name, stem in names.items()}
     proofs |= {"driver": trainer_proofs[0], "trainer": trainer_proofs[-1]}
     problems = check_off(args.work) + check_trainer(trainer_proofs) + check_processes(proofs)
-    print(f"{transport_table(off, on, differences)}\n", flush=True)
-    problems += [difference for found in differences.values() for difference in found]
+    client_04 = json.loads((args.work / "client-04-on.status.json").read_text())
+    problems += check_process("client, SkyRL 0.4", client_04, lambda target: CLIENT_MODULE in target)
+    for line in ("0.3", "0.4"):
+        off, on = (Run.load(client_stem(args.work, line, phase)) for phase in ("off", "on"))
+        differences = {case: compare_case(case, off, on, line) for case in off.cases}
+        print(f"SkyRL {line}, overlay off and on\n{transport_table(off, on, differences)}\n", flush=True)
+        problems += [difference for found in differences.values() for difference in found]
     for problem in problems:
         print(f"NOT equal or not patched: {problem}")
     print(f"demo: {len(problems)} problems" if problems else "demo: equal everywhere, and every process is patched")

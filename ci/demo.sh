@@ -25,15 +25,16 @@ trap finish EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM
 
-echo "[demo] environment with SkyRL 0.3.0 and vLLM (cached after the first time)"
+echo "[demo] environments with SkyRL 0.3.0, SkyRL 0.4.0 and vLLM (cached after the first time)"
 source "$here/env.sh"
 echo "[demo] building and installing this repository's wheel"
 r3_run_env "$work/env"
 echo "[demo] making a tiny random-weight MoE from a fixed seed"
-SKYRL_R3=off HF_HUB_OFFLINE=1 "$work/env/bin/python" "$here/tiny_moe.py" "$work/model" 2>"$work/model.log" ||
+SKYRL_R3=off HF_HUB_OFFLINE=1 "$work/env/0.3/bin/python" "$here/tiny_moe.py" "$work/model" 2>"$work/model.log" ||
     { cat "$work/model.log" >&2; exit 1; }
 
 # In the background and waited for, so that the traps run at once.
-"$work/env/bin/python" "$here/demo.py" --work "$work" --model "$work/model" --router "$SKYRL_R3_ENV/bin/vllm-router" &
+"$work/env/0.3/bin/python" "$here/demo.py" --work "$work" --model "$work/model" \
+    --python-04 "$work/env/0.4/bin/python" --router "$SKYRL_R3_ENV/bin/vllm-router" &
 demo=$!
 wait "$demo"

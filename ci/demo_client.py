@@ -14,6 +14,8 @@ import json
 import random
 import statistics
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from typing import Any
 import aiohttp
 import demo_env
 import numpy as np
+import skyrl
 from process_status import write_status
 from skyrl.backends.skyrl_train.inference_servers.base import InferenceEngineInput
 from skyrl.backends.skyrl_train.inference_servers.engine_utils import get_sampling_params_for_backend
@@ -29,6 +32,8 @@ from skyrl.train import trainer as skyrl_trainer
 from skyrl.train.config import GeneratorConfig, InferenceEngineConfig, SamplingParams, SkyRLGymConfig
 from skyrl.train.generators.skyrl_gym_generator import SkyRLGymGenerator
 
+# SkyRL 0.4 keeps routes as arrays up to its own training tensor, where the overlay does nothing.
+SKYRL_03 = skyrl.__version__.startswith("0.3.")
 PROMPT_TOKENS = (1000, 1200, 1400, 1600, 1800, 2000)
 TENSORS = ("sequences", "attention_mask", "action_mask", "rewards", "loss_masks", "logprobs", "routes")
 # Any of these ends a turn. With random weights they come up often enough to give every demo run some synthetic EOS.
@@ -45,23 +50,36 @@ def as_ids(routes: Any) -> np.ndarray:
 
 @dataclass
 class Wire:
-    """Response body bytes that aiohttp hands to the client, counted chunk by chunk."""
+    """Response body bytes that aiohttp hands to the client, counted chunk by chunk, and what they are."""
 
     received_bytes: int = 0
+    content_types: set[str] = field(default_factory=set)
 
-    def session(self) -> aiohttp.ClientSession:
-        """A session set up as SkyRL's client sets up its own, plus the counter."""
+    @asynccontextmanager
+    async def of(self, client: RemoteInferenceClient) -> AsyncIterator[None]:
+        """Give ``client`` a session set up as SkyRL sets up its own, plus the counter."""
 
         async def count(_session: Any, _context: Any, params: aiohttp.TraceResponseChunkReceivedParams) -> None:
             self.received_bytes += len(params.chunk)
 
+        async def note(_session: Any, _context: Any, params: aiohttp.TraceRequestEndParams) -> None:
+            if params.url.path.endswith("/generate"):
+                self.content_types.add(params.response.content_type)
+
         trace = aiohttp.TraceConfig()
         trace.on_response_chunk_received.append(count)
-        return aiohttp.ClientSession(
+        trace.on_request_end.append(note)
+        async with aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(keepalive_timeout=2),
             timeout=aiohttp.ClientTimeout(total=None),
             trace_configs=[trace],
-        )
+        ) as session:
+            if SKYRL_03:
+                client._session = session
+            else:
+                inner: Any = client._get_generate_client()  # pyright: ignore[reportAttributeAccessIssue]
+                inner._sessions[asyncio.get_running_loop()] = session
+            yield
 
 
 @dataclass
@@ -112,13 +130,13 @@ class Recorder:
             self.arrays[f"{case}|sample|{i}|loss_mask"] = np.asarray(samples["loss_masks"][i], dtype=np.int64)
             self.arrays[f"{case}|sample|{i}|logprobs"] = np.asarray(samples["logprobs"][i], dtype=np.float64)
             self.arrays[f"{case}|sample|{i}|routes"] = as_ids(samples["routes"][i])
-        for name, tensor in zip(TENSORS, tensors, strict=True):
+        for name, tensor in zip(TENSORS if tensors else (), tensors, strict=True):
             self.arrays[f"{case}|tensor|{name}"] = tensor.numpy()
         self.cases[case] = facts | {
             "stop_reasons": [reply["stop"] for reply in replies],
             "reply_route_types": sorted({type(reply["routes"]).__name__ for reply in replies}),
             "sample_route_types": sorted({type(routes).__name__ for routes in samples["routes"]}),
-            "tensor_dtype": str(tensors[-1].dtype),
+            "tensor_dtype": str(tensors[-1].dtype) if tensors else "not made",
         }
 
 
@@ -192,7 +210,7 @@ class Demo:
         )
         request: Any = {"prompt_token_ids": prompt_ids, "sampling_params": params}
         wire, client = Wire(), self.client()
-        async with wire.session() as client._session:
+        async with wire.of(client):
             start = time.perf_counter()
             output = await client.generate(request)
             generate_ms = (time.perf_counter() - start) * 1e3
@@ -227,7 +245,7 @@ class Demo:
             "trajectory_ids": None,
             "batch_metadata": None,
         }
-        async with wire.session() as client._session:
+        async with wire.of(client):
             start = time.perf_counter()
             output = await generator.generate(request, disable_tqdm=True)
             generate_ms = (time.perf_counter() - start) * 1e3
@@ -245,17 +263,18 @@ class Demo:
         self, case: str, client: RecordingClient, wire: Wire, generate_ms: float, samples: dict[str, list]
     ) -> None:
         """Preprocess what a case returned, record everything, and say so."""
-        tensors, preprocess_ms = preprocess(self.tokenizer, samples)
+        tensors, preprocess_ms = preprocess(self.tokenizer, samples) if SKYRL_03 else ((), None)
         facts = {
             "requests": len(client.replies),
             "reply_bytes": wire.received_bytes,
+            "content_types": sorted(wire.content_types),
             "generate_ms": generate_ms,
             "preprocess_ms": preprocess_ms,
         }
         self.recorder.add(case, client, facts, samples, tensors)
         print(
             f"progress: {case}: {facts['requests']} replies, {wire.received_bytes / 1e6:.2f} MB, "
-            f"generate {generate_ms:.0f} ms, preprocess {preprocess_ms:.1f} ms",
+            f"generate {generate_ms:.0f} ms" + (f", preprocess {preprocess_ms:.1f} ms" if tensors else ""),
             flush=True,
         )
 
@@ -269,6 +288,8 @@ class Demo:
         await self.generator_case("single turn, batched", count=6, max_tokens=8, batched=True)
         await self.generator_case("single turn, not batched", count=6, max_tokens=8)
         await self.generator_case("multi turn, chat", count=4, max_tokens=32, max_turns=3, stop=STOP)
+        if not SKYRL_03:
+            return  # It refuses routes where a conversation is one message.
         await self.generator_case(
             "multi turn, one message",
             count=4,

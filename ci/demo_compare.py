@@ -74,8 +74,16 @@ def compare_training_routes(off: np.ndarray, on: np.ndarray) -> list[str]:
     return found
 
 
-def compare_case(case: str, off: Run, on: Run) -> list[str]:
-    """Every difference in one case, as sentences; none when the case is equal."""
+FRAME = "application/vnd.skyrl-r3.frame"
+# Content type and route types, overlay off and on, by SkyRL line.
+EXPECTED = {
+    "0.3": {"content_types": ("application/json", FRAME), "route_types": ("list", "RoutedExperts")},
+    "0.4": {"content_types": ("application/json", FRAME), "route_types": ("ndarray", "ndarray")},
+}
+
+
+def compare_case(case: str, off: Run, on: Run, line: str) -> list[str]:
+    """Every difference in one case of a SkyRL line, as sentences; none when the case is equal."""
     left, right = off.of(case), on.of(case)
     if not left or left.keys() != right.keys():
         return [f"{case}: recorded fields differ: {sorted(left.keys() ^ right.keys())[:4]}"]
@@ -93,9 +101,11 @@ def compare_case(case: str, off: Run, on: Run) -> list[str]:
     for fact in ("requests", "stop_reasons", "tensor_dtype"):
         if facts_off[fact] != facts_on[fact]:
             found.append(f"{fact}: {facts_off[fact]} off, {facts_on[fact]} on")
-    for fact in ("reply_route_types", "sample_route_types"):
-        if facts_off[fact] != ["list"] or facts_on[fact] != ["RoutedExperts"]:
-            found.append(f"{fact}: expected list off and RoutedExperts on, got {facts_off[fact]} and {facts_on[fact]}")
+    for fact in ("content_types", "reply_route_types", "sample_route_types"):
+        right = EXPECTED[line][fact.removeprefix("reply_").removeprefix("sample_")]
+        for state, facts, one in zip(("off", "on"), (facts_off, facts_on), right, strict=True):
+            if facts[fact] != [one]:
+                found.append(f"{fact}, overlay {state}: expected {one}, got {facts[fact]}")
     if not facts_off["reply_bytes"] or not facts_on["reply_bytes"]:
         found.append("reply bytes: none were counted")
     return [f"{case}: {difference}" for difference in found]
@@ -109,6 +119,12 @@ def format_table(header: list[str], rows: list[list[str]]) -> str:
         cells = [first.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))]
         lines.append("  ".join(cells))
     return "\n".join(lines)
+
+
+def _preprocessing(off_ms: float | None, on_ms: float | None) -> list[str]:
+    if off_ms is None or on_ms is None:
+        return ["-", "-", "-"]
+    return [f"{off_ms:.1f}", f"{on_ms:.1f}", f"{off_ms / on_ms:.0f}x"]
 
 
 def transport_table(off: Run, on: Run, differences: dict[str, list[str]]) -> str:
@@ -126,9 +142,7 @@ def transport_table(off: Run, on: Run, differences: dict[str, list[str]]) -> str
                 f"{a['generate_ms']:.0f}",
                 f"{b['generate_ms']:.0f}",
                 f"{a['generate_ms'] / b['generate_ms']:.1f}x",
-                f"{a['preprocess_ms']:.1f}",
-                f"{b['preprocess_ms']:.1f}",
-                f"{a['preprocess_ms'] / b['preprocess_ms']:.0f}x",
+                *_preprocessing(a["preprocess_ms"], b["preprocess_ms"]),
                 "NOT" if differences[case] else "equal",
             ]
         )

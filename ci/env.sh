@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# Finds Python 3.12 and uv, and makes the cached environment with SkyRL 0.3.0 and vLLM on a CPU.
+# Finds Python 3.12 and uv, and makes the cached environments: vLLM on a CPU with SkyRL 0.3.0, and a layer on top of it
+# with SkyRL 0.4.0.
 #
-#   ci/env.sh            make it if need be, and print its path
+#   ci/env.sh            make them if need be, and print the path of the first, in which the second is line-0.4
 #   source ci/env.sh     the same, and export SKYRL_R3_PY (the base Python), SKYRL_R3_UV, SKYRL_R3_ENV (the environment)
-#                        and SKYRL_R3_SKYRL04 (a directory with SkyRL 0.4.0's modules, for byte compatibility); then
-#   r3_run_env DIR       builds this repository's wheel and makes DIR, an environment that has it: DIR/bin/python
+#                        and SKYRL_R3_SKYRL04 (the directory that SkyRL 0.4.0 is installed in); then
+#   r3_run_env DIR       builds this repository's wheel and makes two environments that have it, DIR/0.3 and DIR/0.4
 #
 # Input: SKYRL_R3_PYTHON (a Python to use), SKYRL_R3_CACHE (where to keep environments).
 
 _r3_repo="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 _r3_cache="${SKYRL_R3_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/skyrl-r3}"
-_r3_skyrl04="skyrl==0.4.0"
 _r3_uv_pin="uv>=0.8,<1"
 
 _r3_say() { echo "[env] $*" >&2; }
@@ -58,9 +58,8 @@ _r3_find_uv() {
 
 # Same requirements, same Python: same environment.
 _r3_key() {
-    { cat "$_r3_repo"/ci/requirements-skyrl-0.3.txt "$_r3_repo"/ci/requirements-skyrl-0.3-no-deps.txt
-      echo "$_r3_skyrl04 $(uname -m)"
-      echo "$SKYRL_R3_PY"; "$SKYRL_R3_PY" -VV; } | sha256sum | cut -c1-16
+    { cat "$_r3_repo"/ci/requirements-*.txt
+      echo "$SKYRL_R3_PY $(uname -m)"; "$SKYRL_R3_PY" -VV; } | sha256sum | cut -c1-16
 }
 
 # Builds the environment $1. Only the last step, the marker, makes it valid.
@@ -75,12 +74,32 @@ _r3_build() {
         "$SKYRL_R3_UV" pip install -q --python "$env/bin/python" -r "$_r3_repo/ci/requirements-skyrl-0.3.txt" &&
         "$SKYRL_R3_UV" pip install -q --python "$env/bin/python" --no-deps \
             -r "$_r3_repo/ci/requirements-skyrl-0.3-no-deps.txt" &&
-        "$SKYRL_R3_UV" pip install -q --python "$env/bin/python" --no-deps --target "$env/skyrl04" "$_r3_skyrl04" &&
+        _r3_say "installing SkyRL 0.4.0 and what it needs in other versions" &&
+        _r3_layer "$env/line-0.4" "$env" &&
+        "$SKYRL_R3_UV" pip install -q --python "$env/line-0.4/bin/python" --no-deps \
+            -r "$_r3_repo/ci/requirements-skyrl-0.4-no-deps.txt" &&
         touch "$env/.complete" || { _r3_fail "could not make $env"; return 1; }
     _r3_say "made in $((SECONDS - start)) s"
 }
 
-# The cached environment: at most one process builds it, and one that was cut short is built anew.
+# An empty environment $1 that sees what is installed in the environment $2, but has whatever is installed in $1 first.
+# Whoever starts sys.executable, as Ray does for its workers and vLLM for its engine, gets $1, with no variable to inherit.
+_r3_layer() {
+    "$SKYRL_R3_UV" venv -q --python "$SKYRL_R3_PY" "$1" || return 1
+    "$1/bin/python" - "$2" <<'PY'
+import pathlib, sys, sysconfig
+
+below = pathlib.Path(sysconfig.get_path("purelib", vars={"base": sys.argv[1], "platbase": sys.argv[1]}))
+below.is_dir() or sys.exit(f"no site-packages at {below}")
+here = pathlib.Path(sysconfig.get_path("purelib"))
+# Its .pth files are read as well, so that layers can lie on layers.
+(here / "_layer_below.pth").write_text(f"import site; site.addsitedir({str(below)!r})\n")
+PY
+}
+
+_r3_site_packages() { "$1/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
+
+# The cached environments: at most one process builds it, and one that was cut short is built anew.
 _r3_env() {
     mkdir -p "$_r3_cache" || return 1
     SKYRL_R3_PY="$(_r3_find_python)" || return 1
@@ -92,34 +111,27 @@ _r3_env() {
             [ -e "$SKYRL_R3_ENV/.complete" ] || _r3_build "$SKYRL_R3_ENV"
         ) 9>"$SKYRL_R3_ENV.lock" || return 1
     fi
-    SKYRL_R3_SKYRL04="$SKYRL_R3_ENV/skyrl04"
+    SKYRL_R3_SKYRL04="$(_r3_site_packages "$SKYRL_R3_ENV/line-0.4")" || return 1
     export SKYRL_R3_PY SKYRL_R3_UV SKYRL_R3_ENV SKYRL_R3_SKYRL04
 }
 
-# A fresh environment $1 with this repository's wheel in it, on top of the cached one, in a few seconds.
+# Fresh environments $1/0.3 and $1/0.4 with this repository's wheel in them, on top of the cached ones, in a few seconds.
 #
 # The wheel turns itself on through a .pth file, and Python reads those in site directories only, so neither PYTHONPATH
-# nor an editable install would exercise it. Hence a real, thin venv: the wheel lies in its own site-packages, and a
-# .pth there adds the cached environment's site-packages, its .pth files included. Whoever starts sys.executable, as
-# Ray does for its workers and vLLM for its engine, gets this venv and with it the wheel, with no variable to inherit.
+# nor an editable install would exercise it. Hence real, thin environments with the wheel in their own site-packages.
 # --no-deps: uv would not see the layer below and install numpy a second time; that list has the requirements.
 r3_run_env() {
-    local dir="$1" dist
-    rm -rf "$dir"
-    "$SKYRL_R3_UV" venv -q --python "$SKYRL_R3_PY" "$dir" || return 1
-    dist="$dir/dist"
+    local dir="$1" line
+    rm -rf "$dir" && mkdir -p "$dir" || return 1
     # The cached environment has hatchling, so that a build needs no network.
-    "$SKYRL_R3_UV" build -q --wheel --no-build-isolation --python "$SKYRL_R3_ENV/bin/python" --out-dir "$dist" \
+    "$SKYRL_R3_UV" build -q --wheel --no-build-isolation --python "$SKYRL_R3_ENV/bin/python" --out-dir "$dir/dist" \
         "$_r3_repo" >&2 || return 1
-    "$SKYRL_R3_UV" pip install -q --python "$dir/bin/python" --no-deps "$dist"/*.whl || return 1
-    "$dir/bin/python" - "$SKYRL_R3_ENV" <<'PY'
-import pathlib, sys, sysconfig
-
-below = pathlib.Path(sysconfig.get_path("purelib", vars={"base": sys.argv[1], "platbase": sys.argv[1]}))
-below.is_dir() or sys.exit(f"no site-packages at {below}")
-here = pathlib.Path(sysconfig.get_path("purelib"))
-(here / "_layer_below.pth").write_text(f"import site; site.addsitedir({str(below)!r})\n")
-PY
+    for line in 0.3 0.4; do
+        local below="$SKYRL_R3_ENV"
+        [ "$line" = 0.3 ] || below="$SKYRL_R3_ENV/line-$line"
+        _r3_layer "$dir/$line" "$below" &&
+            "$SKYRL_R3_UV" pip install -q --python "$dir/$line/bin/python" --no-deps "$dir"/dist/*.whl || return 1
+    done
 }
 
 _r3_env || { [ "${BASH_SOURCE[0]}" != "$0" ] && return 1 || exit 1; }

@@ -21,7 +21,8 @@ def table() -> str:
             f"| `{target.module.removeprefix('skyrl.')}`<br>`{target.attribute}` | {target.what} | {target.why} |"
             for target in manifest.targets
         ]
-    return "\n".join(lines) + "\n"
+        lines.append("")
+    return "\n".join(lines)
 
 
 def with_table(text: str) -> str:

@@ -10,7 +10,8 @@ work="$(mktemp -d /tmp/r3-test.XXXXXX)"
 trap 'rm -rf "$work"' EXIT
 # The tests run on the wheel, as users do, not on the checkout: its .pth file has loaded it before pytest starts.
 r3_run_env "$work/env"
-python="$work/env/bin/python"
+python="$work/env/0.3/bin/python"
+export SKYRL_R3_PYTHON_04="$work/env/0.4/bin/python" SKYRL_R3_ROUTER="$SKYRL_R3_ENV/bin/vllm-router"
 
 step() { echo; echo "== $* (at $SECONDS s)"; }
 
@@ -19,8 +20,10 @@ step "ruff"
 "$SKYRL_R3_ENV/bin/ruff" format --check .
 step "pyright"
 "$SKYRL_R3_ENV/bin/pyright" --pythonpath "$python"
-step "contract tests"
+step "contract tests, SkyRL 0.3"
 "$python" -m pytest contract_tests -q -p no:cacheprovider --disable-warnings
+step "contract tests, SkyRL 0.4"
+"$SKYRL_R3_PYTHON_04" -m pytest contract_tests/skyrl_0_4 -q -p no:cacheprovider --disable-warnings
 step "demo"
 bash "$here/demo.sh"
 step "done"

@@ -29,9 +29,12 @@ class CannedEngine:
     def __init__(self, complete: Callable[[list[int], Any], Any]) -> None:
         self.complete = complete
         self.requests: list[tuple[Any, Any]] = []
+        self.options: list[dict[str, Any]] = []
 
-    async def generate(self, prompt: Any, sampling_params: Any, request_id: str) -> AsyncIterator[Any]:
+    async def generate(self, prompt: Any, sampling_params: Any, request_id: str, **more: Any) -> AsyncIterator[Any]:
+        """``more`` is what a SkyRL line passes on top: ``lora_request`` in 0.4."""
         self.requests.append((prompt, sampling_params))
+        self.options.append(more)
         await asyncio.sleep(0)
         completion = self.complete(list(prompt["prompt_token_ids"]), sampling_params)
         if completion is not None:
@@ -82,12 +85,30 @@ def logprob(value: float | None) -> Any:
     return Logprob(logprob=value)  # pyright: ignore[reportArgumentType]
 
 
-def skyrl_app(engine: Any, **cli_args: Any) -> Any:
-    """A FastAPI app with SkyRL's own endpoints on ``engine``, patched if the overlay is applied."""
+def logprobs_as_asked(params: Any, positions: list[list[tuple[int, float | None]] | None]) -> Any:
+    """vLLM's logprobs in the form that ``params`` ask for: for each position, token ids with their logprobs."""
+    from vllm.logprobs import FlatLogprobs
+
+    by_token = [None if row is None else {token: logprob(value) for token, value in row} for row in positions]
+    if not getattr(params, "flat_logprobs", False):
+        return by_token
+    flat = FlatLogprobs()
+    flat.extend(by_token)
+    return flat
+
+
+def skyrl_app(engine: Any, *, models: Any = None, **cli_args: Any) -> Any:
+    """A FastAPI app with SkyRL's own endpoints on ``engine``, patched if the overlay is applied.
+
+    Args:
+        models: What stands for vLLM's registry of adapters.
+        cli_args: The server's, with routes switched on.
+    """
     from fastapi import FastAPI
     from skyrl.backends.skyrl_train.inference_servers.vllm_server_actor import VLLMServerActor
 
     app = FastAPI()
+    app.state.openai_serving_models = models
     args = SimpleNamespace(**{"enable_return_routed_experts": True, "enable_lora": False, **cli_args})
     VLLMServerActor._add_custom_endpoints(app, engine, args)
     return app

@@ -1,4 +1,8 @@
-"""Hypothesis profiles, chosen with ``HYPOTHESIS_PROFILE``, and the fixtures of the suite."""
+"""Hypothesis profiles, chosen with ``HYPOTHESIS_PROFILE``, the choice of tests, and the fixtures of the suite.
+
+Each SkyRL line has an environment of its own. What is in ``skyrl_0_4`` runs where SkyRL 0.4 is installed, and nothing
+else does there.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +11,23 @@ import subprocess
 import sys
 import sysconfig
 import zipfile
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
-from contract_tests import fake_skyrl
-from contract_tests.child import REPO
+for _suite in ("client", "flag_off", "manifest", "overlay", "ray", "server"):
+    pytest.register_assert_rewrite(f"contract_tests.{_suite}_suite")
+
+from contract_tests import fake_skyrl  # noqa: E402
+from contract_tests.child import REPO  # noqa: E402
+from skyrl_r3.errors import UnsupportedSkyRLError  # noqa: E402
+from skyrl_r3.manifest import installed_skyrl  # noqa: E402
+
+HERE = Path(__file__).parent
+ONLY_04 = HERE / "skyrl_0_4"
 
 # Examples on a busy machine take any time, so nothing here has a deadline.
 settings.register_profile(
@@ -22,6 +35,38 @@ settings.register_profile(
 )
 settings.register_profile("dev", deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Fail where the other line's tests are named on the command line: to run none of them would look like success.
+
+    Raises:
+        pytest.UsageError: One of them is.
+    """
+    for argument in config.args:
+        path = (config.invocation_params.dir / argument.split("::")[0]).resolve()
+        if _is_of_other_line(path):
+            raise pytest.UsageError(f"{argument} is not for the installed SkyRL, {_skyrl_version()}")
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Leave the other line's tests out of a run of everything."""
+    return True if _is_of_other_line(collection_path) else None
+
+
+def _is_of_other_line(path: Path) -> bool:
+    """Whether ``path`` holds nothing but tests for a SkyRL that is not installed."""
+    if _skyrl_version().startswith("0.4."):
+        return path.is_relative_to(HERE) and path not in ONLY_04.parents and not path.is_relative_to(ONLY_04)
+    return path.is_relative_to(ONLY_04)
+
+
+@cache
+def _skyrl_version() -> str:
+    try:
+        return installed_skyrl()[0]
+    except UnsupportedSkyRLError as error:
+        return error.got
 
 
 @pytest.fixture(scope="session")
@@ -84,7 +129,7 @@ def _environment(folder: Path, wheel: Path | None) -> Path:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
     python = folder / "bin" / "python"
     if wheel is not None:
-        # The wheel is pure and has no scripts or data, so that to unpack it is to install it.
+        # The wheel is pure and has no data, so that to unpack it is to install it, but for its command.
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(_site_packages(python))
     return python

@@ -2,8 +2,8 @@
 
 It stands for an installed SkyRL wherever a test is about order, drift or version, which the real one, with one
 release and imports of many seconds, cannot show. It has the real module names, attribute names and signatures, taken
-from ``patches/skyrl-0.3.toml``, and none of the behaviour: every function returns ``{"stock": <its dotted name>}``.
-That the manifest itself is true of the real SkyRL is what ``test_manifest.py`` checks.
+from ``patches/``, and none of the behaviour: every function returns ``{"stock": <its dotted name>}``.
+That the manifests themselves are true of the real SkyRL is what ``manifest_suite.py`` checks.
 """
 
 from __future__ import annotations
@@ -31,17 +31,24 @@ if __name__ == "__main__":
 
 def manifest_030() -> Manifest:
     """The manifest that was written for SkyRL 0.3.0."""
-    (found,) = [manifest for manifest in manifests() if manifest.reviewed == "0.3.0"]
+    return manifest_of("0.3.0")
+
+
+def manifest_of(release: str) -> Manifest:
+    """The manifest that was written for ``release``."""
+    (found,) = [manifest for manifest in manifests() if manifest.reviewed == release]
     return found
 
 
+CONSTANT = re.compile(r"=([A-Z_]{2,})")
 CLASS_DECORATOR = re.compile(r"in (@\S+): ")
 
 
 def build(
     folder: Path,
     *,
-    version: str | None = "0.3.0",
+    like: str = "0.3.0",
+    version: str | None = "as the release",
     omit: Collection[str] = (),
     signatures: Mapping[str, str] | None = None,
     top: Mapping[str, str] | None = None,
@@ -50,7 +57,8 @@ def build(
     """Write the package into ``folder``, and return ``folder`` to be put on the path.
 
     Args:
-        version: Its ``__version__``; None for a package that does not say.
+        like: The release whose targets it has.
+        version: Its ``__version__``, that release if not given; None for a package that does not say.
         omit: Names of modules or targets to leave out.
         signatures: By target name, a signature other than the manifest's.
         top: By module, statements that come after its ``from __future__`` line.
@@ -58,8 +66,9 @@ def build(
     """
     package = folder / "skyrl"
     package.mkdir(parents=True)
-    (package / "__init__.py").write_text("" if version is None else f'__version__ = "{version}"\n')
-    targets = manifest_030().targets
+    said = {"as the release": f'__version__ = "{like}"\n', None: ""}.get(version, f'__version__ = "{version}"\n')
+    (package / "__init__.py").write_text(said)
+    targets = manifest_of(like).targets
     for module in dict.fromkeys(target.module for target in targets):
         if module in omit:
             continue
@@ -69,6 +78,7 @@ def build(
             (package / parent / "__init__.py").touch()
         parts = [f'"""Stands in for {module}."""', "from __future__ import annotations", (top or {}).get(module, "")]
         rows = [target for target in targets if target.module == module and target.name not in omit]
+        parts += [f"{name} = ()" for row in rows for name in CONSTANT.findall(row.signature)]
         homes = {target.attribute: _home(target, targets) for target in rows}
         parts += [f"from {homes[row.attribute]} import {row.attribute}" for row in rows if _is_imported(row, homes)]
         for class_name in dict.fromkeys(_class_name(row) for row in rows if not _is_imported(row, homes)):

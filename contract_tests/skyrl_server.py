@@ -11,15 +11,19 @@ import orjson
 from aiohttp import web
 from skyrl.backends.skyrl_train.inference_servers import remote_inference_client
 
-from skyrl_r3 import reply
+from contract_tests import replies
 
 
 class Server:
-    """Counts requests and answers each with what ``answer(number, request)`` gives."""
+    """Counts requests and answers each with what ``answer(number, request)`` gives.
+
+    ``requests`` are parsed bodies; ``raw`` has path, headers without the address, and body of each.
+    """
 
     def __init__(self, answer: Callable[[int, dict[str, Any]], Any]) -> None:
         self.answer = answer
         self.requests: list[dict[str, Any]] = []
+        self.raw: list[tuple[str, dict[str, str], bytes]] = []
         self.address = ""
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
@@ -27,6 +31,8 @@ class Server:
             return web.json_response({})
         body = await request.json()
         self.requests.append(body)
+        headers = {name: value for name, value in request.headers.items() if name != "Host"}
+        self.raw.append((request.path, headers, await request.read()))
         answer: Any = self.answer(len(self.requests), body)
         if isinstance(answer, web.StreamResponse):
             return answer
@@ -49,7 +55,7 @@ class Tokenizer:
 
 
 @asynccontextmanager
-async def client_of(server: Server, tokenizer: Any = None) -> AsyncIterator[Any]:
+async def client_of(server: Server, tokenizer: Any = None, **options: Any) -> AsyncIterator[Any]:
     """A ``RemoteInferenceClient`` with the flag on, whose router and only engine is ``server``."""
     app = web.Application(client_max_size=2**28)
     app.router.add_post("/{path:.*}", server.handle)
@@ -58,24 +64,27 @@ async def client_of(server: Server, tokenizer: Any = None) -> AsyncIterator[Any]
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
     server.address = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    try:
+        async with client_at(server.address, tokenizer, **options) as client:
+            yield client
+    finally:
+        await runner.cleanup()
+
+
+@asynccontextmanager
+async def client_at(address: str, tokenizer: Any = None, **options: Any) -> AsyncIterator[Any]:
+    """The same for the server at ``address``."""
+    given = {"enable_return_routed_experts": True, "tokenizer": tokenizer or Tokenizer(), **options}
     client = remote_inference_client.RemoteInferenceClient(
-        proxy_url=server.address,
-        server_urls=[server.address],
-        data_parallel_size=1,
-        enable_return_routed_experts=True,
-        tokenizer=tokenizer or Tokenizer(),
+        proxy_url=address, server_urls=[address], data_parallel_size=1, **given
     )
     try:
         yield client
     finally:
         await (await client._get_session()).close()
-        await runner.cleanup()
 
 
 def reply_to(request: dict[str, Any], token_ids: list[int], routes: Any, logprobs: Any = None) -> bytes:
-    """What a server with the overlay answers, or a stock one if the request does not ask for packed routes."""
-    content = None if logprobs is None else [{"logprob": value} for value in logprobs]
-    if reply.ENCODINGS_FIELD in request:
-        return reply.dump_packed(token_ids=token_ids, finish_reason="stop", logprobs=content, routed_experts=routes)
-    choice = {"token_ids": token_ids, "finish_reason": "stop", "routed_experts": routes.tolist()}
-    return orjson.dumps({"choices": [choice | {"logprobs": content and {"content": content}}]})
+    """What a server with the overlay answers, or one without if the request does not ask for an encoding."""
+    encoding = request.get(replies.ASKS, [replies.NESTED])[0]
+    return replies.write(encoding, token_ids, replies.compacted(routes), logprobs)

@@ -414,3 +414,51 @@ def mutations(draw: st.DrawFn, body: bytes) -> bytes:
             # Bytes that mean something to JSON or base64 get further than random ones.
             body = body[:at] + bytes([draw(st.sampled_from(b'0123456789AZaz+/=[]{}",:-. \n'))]) + body[at + 1 :]
     return body
+
+
+# Replies.
+
+VECTOR_LAYOUTS: dict[str, Callable[[Array], Array]] = {
+    "c": lambda values: values.copy(),
+    "reversed": lambda values: values[::-1].copy()[::-1],
+    "strided": lambda values: np.repeat(values, 2)[::2],
+    "read_only": lambda values: np.frombuffer(values.tobytes(), values.dtype),
+    "big_endian": lambda values: values.astype(values.dtype.newbyteorder(">")),
+    "unaligned": lambda values: np.frombuffer(b"\0" + values.tobytes(), values.dtype, offset=1),
+}
+NATIVE_LAYOUTS = tuple(name for name in VECTOR_LAYOUTS if name != "big_endian")
+
+LOGPROBS = st.floats(-9999, 0, width=32) | st.sampled_from([-9999.0, -0.0, 0.0, -1e-45, -1.1754943508222875e-38])
+"""What float32 holds exactly."""
+
+
+@st.composite
+def reply_fields(
+    draw: st.DrawFn,
+    *,
+    layouts: tuple[str, ...] = tuple(VECTOR_LAYOUTS),
+    logprobs: st.SearchStrategy[float] = LOGPROBS,
+    dtypes: tuple[str, ...] = ("float32", "float64"),
+) -> tuple[dict[str, Any], Routes | None]:
+    """What a reply is made of, arrays in any layout, and the routes among it with what must come back.
+
+    The number of rows is anybody's: which it should be is known to who asked.
+    """
+    tokens = draw(st.lists(st.integers(0, 2**31 - 1) | st.just(2**31 - 1), max_size=5))
+    values = draw(st.none() | st.lists(logprobs, min_size=len(tokens), max_size=len(tokens)))
+    captured = draw(st.none() | routes())
+    numbers = st.none() | st.integers(0, 2**31)
+    fields = {
+        "token_ids": VECTOR_LAYOUTS[draw(st.sampled_from(NATIVE_LAYOUTS))](np.array(tokens, np.int32)),
+        "finish_reason": draw(st.none() | st.sampled_from(["stop", "length", "abort", ""]) | st.text(max_size=8)),
+        "logprobs": None,
+        "routed_experts": None if captured is None else captured.given,
+        "prompt_tokens": draw(numbers),
+        "start": draw(numbers),
+        "num_experts": draw(numbers),
+        "model": draw(st.text(max_size=8)),
+    }
+    if values is not None:
+        dtype = draw(st.sampled_from(dtypes))
+        fields["logprobs"] = VECTOR_LAYOUTS[draw(st.sampled_from(layouts))](np.array(values, dtype))
+    return fields, captured

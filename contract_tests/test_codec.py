@@ -18,7 +18,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from contract_tests import strategies as r3st
-from skyrl_r3 import codec, errors
+from skyrl_r3 import codec, errors, packed
 from skyrl_r3.errors import CodecError
 
 # Envelopes written by hand: ids, base64 of the little-endian bytes, dtype.
@@ -77,8 +77,8 @@ def test_pack_writes_little_endian_c_order(routes: r3st.Routes) -> None:
 
 
 @given(r3st.routes())
-def test_pack_json_is_what_orjson_writes(routes: r3st.Routes) -> None:
-    assert codec.pack_json(routes.given) == orjson.dumps(codec.pack(routes.given))
+def test_the_pieces_are_what_orjson_writes(routes: r3st.Routes) -> None:
+    assert b"".join(codec.packed_pieces(routes.given)) == orjson.dumps(codec.pack(routes.given))
 
 
 @pytest.mark.parametrize("layout", list(r3st.ALL_LAYOUTS))
@@ -93,7 +93,7 @@ def test_every_layout_at_every_dtype_edge(layout: str, max_id: int) -> None:
     r3st.assert_canonical(codec.compact(routes.given), routes.values)
     r3st.assert_canonical(codec.unpack(codec.pack(routes.given)), routes.values)
     assert codec.pack(routes.given) == codec.pack(np.ascontiguousarray(routes.values))
-    assert codec.pack_json(routes.given) == orjson.dumps(codec.pack(routes.values))
+    assert b"".join(codec.packed_pieces(routes.given)) == orjson.dumps(codec.pack(routes.values))
 
 
 def test_the_layouts_are_what_they_are_called() -> None:
@@ -131,25 +131,31 @@ def test_golden_envelopes(ids: list[Any], data: str, dtype: str) -> None:
     r3st.assert_canonical(codec.unpack(envelope), array)
     r3st.assert_canonical(codec.unpack({**envelope, "data": data.encode()}), array)
     r3st.assert_canonical(codec.unpack(UserDict(envelope)), array)
-    r3st.assert_canonical(codec.from_nested(ids), array)
+    r3st.assert_canonical(packed.from_nested(ids), array)
 
 
 def test_golden_json() -> None:
-    assert codec.pack_json(np.array([[[256, 32767]]])) == b'{"data":"AAH/fw==","shape":[1,1,2],"dtype":"int16"}'
-    assert codec.pack_json(np.zeros((0, 48, 8), np.uint16)) == b'{"data":"","shape":[0,48,8],"dtype":"uint8"}'
+    assert (
+        b"".join(codec.packed_pieces(np.array([[[256, 32767]]])))
+        == b'{"data":"AAH/fw==","shape":[1,1,2],"dtype":"int16"}'
+    )
+    assert (
+        b"".join(codec.packed_pieces(np.zeros((0, 48, 8), np.uint16)))
+        == b'{"data":"","shape":[0,48,8],"dtype":"uint8"}'
+    )
 
 
 def test_empty_routes() -> None:
     empty = np.zeros((0, 48, 8), np.uint16)
     assert codec.pack(empty) == {"data": "", "shape": [0, 48, 8], "dtype": "uint8"}
     r3st.assert_canonical(codec.unpack(codec.pack(empty)), empty.astype(np.int64))
-    r3st.assert_canonical(codec.from_nested([]), np.empty((0, 0, 0), np.int64))
+    r3st.assert_canonical(packed.from_nested([]), np.empty((0, 0, 0), np.int64))
 
 
 def test_the_envelope_is_a_third_larger_than_the_ids() -> None:
     """R19: no nested list; at most 1.34 times the raw bytes and 1 KB."""
     ids = np.random.default_rng(0).integers(0, 128, (3000, 48, 8))
-    assert len(codec.pack_json(ids)) <= 1.34 * ids.size + 1024
+    assert len(codec.packed_pieces(ids)) <= 1.34 * ids.size + 1024
 
 
 # Aliasing. R14: the engine may write its buffer again.
@@ -174,7 +180,7 @@ def test_writing_to_the_result_leaves_the_engine_alone(routes: r3st.Routes) -> N
 
 @given(r3st.routes())
 def test_an_envelope_does_not_alias(routes: r3st.Routes) -> None:
-    packed, text = codec.pack(routes.given), codec.pack_json(routes.given)
+    packed, text = codec.pack(routes.given), b"".join(codec.packed_pieces(routes.given))
     before = copy.deepcopy(packed)
     routes.overwrite()
     assert packed == before
@@ -198,6 +204,189 @@ def test_compact_does_not_keep_a_larger_buffer_alive() -> None:
     while isinstance(root.base, np.ndarray):
         root = root.base
     assert root.nbytes == 32
+
+
+# Canonical without a copy, for what is written out at once.
+
+
+@given(r3st.routes())
+def test_canonical_has_the_ids_of_compact(routes: r3st.Routes) -> None:
+    result = codec.canonical(routes.given)
+    want = codec.compact(routes.given)
+    assert type(result) is np.ndarray
+    assert (result.dtype, result.shape, result.tolist()) == (want.dtype, want.shape, want.tolist())
+    assert result.flags.c_contiguous
+    assert result.dtype.isnative
+
+
+@pytest.mark.parametrize(
+    ("dtype", "largest", "shares"),
+    [
+        ("uint8", 255, True),
+        ("int8", 127, True),
+        ("int16", 32767, True),
+        ("uint16", 32767, True),
+        ("int32", 32768, True),
+        ("uint32", 2**31 - 1, True),
+        ("uint16", 255, False),
+        ("uint16", 32768, False),
+        ("int16", 255, False),
+        ("int32", 32767, False),
+        ("int64", 2**31 - 1, False),
+        (">u2", 300, False),
+        (">i4", 40_000, False),
+        (">u1", 255, True),
+    ],
+)
+def test_canonical_copies_only_to_another_size(dtype: str, largest: int, shares: bool) -> None:
+    """vLLM's uint16 becomes int16 for nothing. R39: and it is not uint16 any more."""
+    ids = np.full((2, 3, 4), largest, dtype)
+    result = codec.canonical(ids)
+    assert np.shares_memory(result, ids) is shares
+    assert result.dtype.name == r3st.wire_dtype(largest)
+    assert result.tolist() == ids.tolist()
+    assert not np.shares_memory(codec.compact(ids), ids)
+
+
+@pytest.mark.parametrize("layout", ["fortran", "sliced", "reversed_all", "transposed", "broadcast"])
+def test_canonical_is_contiguous_whatever_it_is_given(layout: str) -> None:
+    """R26"""
+    for dtype, largest in (("uint8", 255), ("uint16", 300), ("int32", 40_000)):
+        routes = r3st.lay_out(np.full((2, 3, 4), largest, dtype), layout)
+        result = codec.canonical(routes.given)
+        assert result.flags.c_contiguous
+        assert result.tolist() == routes.values.tolist()
+
+
+@pytest.mark.skipif(not r3st.HAVE_TORCH, reason="torch is not installed")
+def test_canonical_shares_the_memory_of_a_tensor() -> None:
+    import torch
+
+    tensor = torch.full((2, 3, 4), 300, dtype=torch.int16)
+    assert np.shares_memory(codec.canonical(tensor), tensor.numpy())
+    assert not np.shares_memory(codec.compact(tensor), tensor.numpy())
+
+
+class Counted(np.ndarray):
+    """Takes note of every calculation over an array."""
+
+    calculations: list[str]
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        Counted.calculations.append(f"{ufunc.__name__}.{method}")
+        plain = (np.asarray(item) if isinstance(item, Counted) else item for item in inputs)
+        return getattr(ufunc, method)(*plain, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "largest", "scans"),
+    [("uint8", 255, 0), ("uint16", 300, 1), ("int16", 300, 1), ("int32", 300, 1), ("int64", 2**31 - 1, 1)],
+)
+def test_ids_are_scanned_once(dtype: str, largest: int, scans: int) -> None:
+    """For negative ids and for the largest one; uint8 has none to find."""
+    ids = np.full((2, 3, 4), largest, dtype)
+    for call in (codec.canonical, codec.compact, codec.packed_pieces):
+        Counted.calculations = []
+        call(ids.view(Counted))
+        assert Counted.calculations == ["maximum.reduce"] * scans
+
+
+def test_checking_makes_no_array_of_the_size_of_the_ids() -> None:
+    ids = np.full((4000, 48, 8), 300, np.uint16)
+    codec.canonical(ids)
+    tracemalloc.start()
+    try:
+        codec.canonical(ids)
+        codec.check(ids.view(np.int16))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 100_000
+
+
+# Buffers: the ids as they are on the wire, without base64.
+
+
+@given(r3st.routes())
+def test_a_buffer_holds_the_ids_in_little_endian(routes: r3st.Routes) -> None:
+    array = codec.canonical(routes.given)
+    data = codec.buffer(array)
+    size = array.dtype.itemsize
+    assert type(data) is memoryview
+    assert (data.format, data.ndim) == ("B", 1)
+    assert data == b"".join(int(value).to_bytes(size, "little") for value in routes.values.reshape(-1))
+    assert not array.size or np.shares_memory(np.frombuffer(data, np.uint8), array)
+
+
+def test_a_buffer_of_a_big_endian_array() -> None:
+    assert codec.buffer(np.array([[[1, 256]]], ">i2")) == b"\x01\x00\x00\x01"
+
+
+@given(r3st.routes())
+def test_buffers_are_read(routes: r3st.Routes) -> None:
+    array = codec.canonical(routes.given)
+    data = bytes(codec.buffer(array))
+    result = codec.from_buffer(data, shape=list(array.shape), dtype=array.dtype.name)
+    assert type(result) is np.ndarray
+    assert result.dtype.str == array.dtype.str
+    assert (result.shape, result.tolist()) == (array.shape, array.tolist())
+    assert result.flags.c_contiguous
+
+
+@pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
+@pytest.mark.parametrize(("dtype", "data"), [("uint8", b"\1\2\3\4"), ("int16", b"\0\1\1\1"), ("int32", b"\0\0\1\0")])
+def test_an_array_of_a_buffer_is_a_view(kind: Any, dtype: str, data: bytes) -> None:
+    buffer = kind(data)
+    result = codec.from_buffer(buffer, shape=[1, len(data) // np.dtype(dtype).itemsize, 1], dtype=dtype)
+    assert np.shares_memory(result, np.frombuffer(buffer, np.uint8))
+    assert result.flags.writeable is (kind is bytearray)
+
+
+def _from_buffer(data: Any, shape: Any, dtype: Any) -> r3st.Array:
+    return codec.from_buffer(data, shape=shape, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", r3st.WRONG_DTYPES, ids=repr)
+def test_a_buffer_of_a_wrong_dtype(dtype: Any) -> None:
+    assert _refused(_from_buffer, b"\0\1", [1, 1, 1], dtype).field == "routed_experts.dtype"
+
+
+@pytest.mark.parametrize("shape", r3st.WRONG_SHAPES, ids=repr)
+def test_a_buffer_of_a_wrong_shape(shape: Any) -> None:
+    assert _refused(_from_buffer, bytes(range(12)), shape, "uint8").field == "routed_experts.shape"
+
+
+@pytest.mark.parametrize("size", [0, 1, 11, 13, 24])
+@pytest.mark.parametrize("dtype", ["uint8", "int16", "int32"])
+def test_a_buffer_of_another_size(size: int, dtype: str) -> None:
+    error = _refused(_from_buffer, b"\x7f" * size, [1, 3, 4 if dtype == "uint8" else 5], dtype)
+    assert (error.field, error.got) == ("routed_experts", f"{size} bytes")
+
+
+@pytest.mark.parametrize(
+    ("data", "dtype"),
+    [(b"\1\0", "int16"), (b"\xff\0", "int16"), (b"\xff\x7f\0\0", "int32"), (b"", "int16"), (b"", "int32")],
+)
+def test_a_buffer_of_ids_that_a_smaller_dtype_holds(data: bytes, dtype: str) -> None:
+    error = _refused(_from_buffer, data, [1 if data else 0, 1, 1], dtype)
+    assert (error.field, error.got) == ("routed_experts.dtype", dtype)
+
+
+@pytest.mark.parametrize(("data", "dtype"), [(b"\0\1\xff\xff", "int16"), (b"\0\0\1\0\xff\xff\xff\xff", "int32")])
+def test_a_buffer_of_negative_ids(data: bytes, dtype: str) -> None:
+    """R10, R46"""
+    error = _refused(_from_buffer, data, [2, 1, 1], dtype)
+    assert (error.field, error.got, error.where) == ("routed_experts", "-1", "row 1, layer 0, slot 0")
+
+
+def test_an_envelope_may_be_a_view_of_its_body() -> None:
+    """What the parser of replies makes of it."""
+    envelope = codec.pack(np.array([[[256, 32767]]]))
+    body = f"x{envelope['data']}x".encode()
+    result = codec.unpack({**envelope, "data": memoryview(body)[1:-1]})
+    r3st.assert_canonical(result, np.array([[[256, 32767]]]))
+    assert _refused(codec.unpack, {**envelope, "data": memoryview(body)[1:]}).field == "routed_experts.data"
+    assert _refused(codec.unpack, {**envelope, "data": memoryview(body)[:-2]}).field == "routed_experts.data"
 
 
 # Dtypes.
@@ -225,20 +414,32 @@ def test_ids_above_int32(max_id: int) -> None:
     """R34: 2**31 is an error and does not wrap."""
     error = _refused(codec.smallest_dtype, max_id)
     assert (error.field, error.got) == ("routed_experts", str(max_id))
-    for call in (codec.compact, codec.pack, codec.pack_json):
+    for call in (codec.compact, codec.canonical, codec.pack, codec.packed_pieces):
         error = _refused(call, np.array([[[0, max_id]]], dtype=np.uint64))
         assert (error.field, error.got) == ("routed_experts", str(max_id))
-    assert _refused(codec.from_nested, [[[0, max_id]]]).field == "routed_experts"
+    assert _refused(packed.from_nested, [[[0, max_id]]]).field == "routed_experts"
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int16", "int32", "int64", ">i2", ">i8"])
-@pytest.mark.parametrize("call", [codec.compact, codec.pack, codec.pack_json])
+@pytest.mark.parametrize("call", [codec.compact, codec.canonical, codec.pack, codec.packed_pieces])
 def test_negative_ids(call: Any, dtype: str) -> None:
     """R10 (b): a -1 row is refused, never 255 or 65535. The error says where it is."""
     ids = np.ones((3, 2, 4), dtype)
     ids[2, 1, 3] = -1
     error = _refused(call, ids)
     assert (error.field, error.got, error.where) == ("routed_experts", "-1", "row 2, layer 1, slot 3")
+
+
+def test_naming_a_negative_id_takes_no_more_memory_than_the_ids() -> None:
+    body = np.full((20_000, 8, 8), -1, np.int16).tobytes()
+    tracemalloc.start()
+    try:
+        error = _refused(_from_buffer, body, [20_000, 8, 8], "int16")
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert error.where == "row 0, layer 0, slot 0"
+    assert peak < len(body)
 
 
 def test_the_first_negative_id_is_named() -> None:
@@ -286,7 +487,7 @@ NOT_ROUTES: list[Any] = [
 
 
 @pytest.mark.parametrize("wrong", NOT_ROUTES, ids=lambda value: errors.describe(value)[:40])
-@pytest.mark.parametrize("call", [codec.compact, codec.pack, codec.pack_json])
+@pytest.mark.parametrize("call", [codec.compact, codec.canonical, codec.pack, codec.packed_pieces])
 def test_what_is_no_array_of_ids_is_refused(call: Any, wrong: Any) -> None:
     """R25: a str that was encoded already is named, and is not encoded twice."""
     error = _refused(call, wrong)
@@ -518,9 +719,9 @@ def test_nested_lists_of_any_routes(ids: r3st.Array) -> None:
     nested = ids.tolist()
     if ids.size or not len(ids):
         want = ids.astype(np.int64) if len(ids) else np.empty((0, 0, 0), np.int64)
-        r3st.assert_canonical(codec.from_nested(nested), want)
+        r3st.assert_canonical(packed.from_nested(nested), want)
     else:
-        assert _refused(codec.from_nested, nested).field == "routed_experts"
+        assert _refused(packed.from_nested, nested).field == "routed_experts"
 
 
 @pytest.mark.parametrize(
@@ -566,7 +767,7 @@ def test_nested_lists_of_any_routes(ids: r3st.Array) -> None:
     ids=repr,
 )
 def test_other_lists_are_refused(wrong: Any) -> None:
-    assert _refused(codec.from_nested, wrong).field == "routed_experts"
+    assert _refused(packed.from_nested, wrong).field == "routed_experts"
 
 
 def _are_ids(value: Any, depth: int) -> bool:
@@ -594,7 +795,7 @@ NESTED_LEAVES = st.integers(-1, 300) | ODD_LEAVES
 )
 @example([[[1, None]]])
 def test_from_nested_of_anything_is_an_array_or_a_codec_error(value: Any) -> None:
-    result = _attempt(codec.from_nested, value)
+    result = _attempt(packed.from_nested, value)
     if isinstance(result, CodecError):
         assert result.field == "routed_experts"
     else:
@@ -609,8 +810,8 @@ def test_deep_and_recursive_lists() -> None:
         deep = [deep]
     loop: list[Any] = []
     loop.append(loop)
-    assert _refused(codec.from_nested, deep).field == "routed_experts"
-    assert _refused(codec.from_nested, loop).field == "routed_experts"
+    assert _refused(packed.from_nested, deep).field == "routed_experts"
+    assert _refused(packed.from_nested, loop).field == "routed_experts"
 
 
 # Errors.
@@ -661,16 +862,16 @@ def test_huge_dimensions_of_no_bytes(shape: list[int]) -> None:
 @pytest.mark.parametrize("nested", [[[[1, True]]], [[[False, 2]]], [[[3]], [[True]]]], ids=repr)
 def test_a_bool_is_no_id(nested: Any) -> None:
     """numpy makes an int of it as soon as there is another int beside it."""
-    assert _refused(codec.from_nested, nested).field == "routed_experts"
+    assert _refused(packed.from_nested, nested).field == "routed_experts"
 
 
 def test_a_string_among_ids_is_not_multiplied() -> None:
     """R46: numpy gives every item the room of the longest string: here 160 MB for a reply of 26 kB."""
     nested = [[["x" * 20_000, *[1] * 2_000]]]
-    _refused(codec.from_nested, [[["x", 1]]])
+    _refused(packed.from_nested, [[["x", 1]]])
     tracemalloc.start()
     try:
-        error = _refused(codec.from_nested, nested)
+        error = _refused(packed.from_nested, nested)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

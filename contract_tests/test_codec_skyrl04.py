@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import base64
-import os
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,28 +15,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from contract_tests import strategies as r3st
-from contract_tests.skyrl04_peer import VARIABLE, Peer, PeerError
-from skyrl_r3 import codec, reply
-from skyrl_r3.errors import CodecError
+from contract_tests.peer import VARIABLE, Peer, PeerError, python_04
+from skyrl_r3 import codec, packed, wire
+from skyrl_r3.errors import CodecError, ReplyError
+from skyrl_r3.reply import Reply
 
 
 @pytest.fixture(scope="session")
 def skyrl04() -> Iterator[Peer]:
-    peer = Peer()
-    yield peer
-    peer.stop()
+    with Peer(python_04(), Path(__file__).with_name("skyrl04_peer.py")) as peer:
+        yield peer
 
 
 def test_the_peer_is_skyrl_040(skyrl04: Peer) -> None:
-    version, path = skyrl04.ask("version")
-    assert version == "0.4.0"
-    assert os.path.realpath(path).startswith(os.path.realpath(os.environ[VARIABLE]) + os.sep)
+    assert skyrl04.ask("version") == "0.4.0"
 
 
-def test_a_missing_wheel_is_a_failure_and_not_a_skip(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_interpreter_is_a_failure_and_not_a_skip(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
     with pytest.raises(pytest.fail.Exception) as caught:
-        Peer().ask("version")
+        python_04()
     assert VARIABLE in str(caught.value)
 
 
@@ -45,7 +44,7 @@ def test_both_write_the_same_envelope(skyrl04: Peer, routes: r3st.Routes) -> Non
     ours = codec.pack(routes.given)
     assert ours == theirs
     assert list(ours) == list(theirs)
-    assert codec.pack_json(routes.given) == orjson.dumps(theirs)
+    assert b"".join(codec.packed_pieces(routes.given)) == orjson.dumps(theirs)
 
 
 @pytest.mark.parametrize("max_id", r3st.EDGE_IDS)
@@ -74,47 +73,52 @@ def test_both_refuse_the_same_ids(skyrl04: Peer, max_id: int) -> None:
         codec.pack(ids)
 
 
-LOGPROBS = st.lists(st.fixed_dictionaries({"logprob": st.floats(-9999, 0)}), max_size=4)
-
-
 @given(
     ids=r3st.ids(),
-    token_ids=st.lists(st.integers(0, 2**31 - 1), max_size=4),
-    logprobs=st.none() | LOGPROBS,
+    tokens=st.lists(st.tuples(st.integers(0, 2**31 - 1), st.floats(-9999, 0)), max_size=4),
+    scored=st.booleans(),
     # A text that looks like the start of an envelope must not confuse a reader that looks for one (R44).
     finish_reason=st.sampled_from([None, "stop", "length", "é", '"routed_experts":{"data":"', '\\":{"data":"AA=="']),
 )
 def test_load_packed_body_reads_our_replies(
-    skyrl04: Peer, ids: r3st.Array, token_ids: list[int], logprobs: Any, finish_reason: str | None
+    skyrl04: Peer, ids: r3st.Array, tokens: list[tuple[int, float]], scored: bool, finish_reason: str | None
 ) -> None:
-    body = reply.dump_packed(token_ids=token_ids, finish_reason=finish_reason, logprobs=logprobs, routed_experts=ids)
+    body = packed.dump(
+        Reply(
+            token_ids=np.array([token for token, _ in tokens], np.int32),
+            finish_reason=finish_reason,
+            logprobs=np.array([logprob for _, logprob in tokens], np.float64) if scored else None,
+            routed_experts=ids,
+        )
+    )
     r3st.assert_canonical(skyrl04.ask("load_and_decode", body), ids.astype(np.int64))
     theirs = skyrl04.ask("load", body)
-    packed = theirs["choices"][0]["routed_experts"]
-    packed["data"] = packed["data"].decode()
+    envelope = theirs["choices"][0]["routed_experts"]
+    envelope["data"] = envelope["data"].decode()
     assert theirs == orjson.loads(body)
 
 
 def test_load_packed_body_reads_a_reply_without_routes(skyrl04: Peer) -> None:
-    body = reply.dump_packed(token_ids=[1], finish_reason="stop", logprobs=None, routed_experts=None)
+    body = packed.dump(
+        Reply(token_ids=np.array([1], np.int32), finish_reason="stop", logprobs=None, routed_experts=None)
+    )
     assert skyrl04.ask("load_and_decode", body) is None
     assert skyrl04.ask("load", body) == orjson.loads(body)
 
 
-@given(ids=r3st.ids(), response=st.lists(st.integers(0, 150000), min_size=1, max_size=3))
-def test_we_load_a_reply_with_their_envelope(skyrl04: Peer, ids: r3st.Array, response: list[int]) -> None:
+@given(ids=r3st.ids(), response=st.lists(st.integers(0, 150000), min_size=1, max_size=3), spaced=st.booleans())
+def test_we_load_a_reply_with_their_envelope(skyrl04: Peer, ids: r3st.Array, response: list[int], spaced: bool) -> None:
     """A reply of theirs is the same object, written by orjson."""
-    prompt = list(range(max(len(ids) + 1 - len(response), 0)))
-    body = orjson.dumps(
-        {"choices": [{"finish_reason": "stop", "token_ids": response, "routed_experts": skyrl04.ask("pack", ids)}]}
-    )
-    if len(prompt) + len(response) - 1 == len(ids) and (ids.size or not len(ids)):
-        parsed, encoding = reply.load(body, prompt_token_ids=prompt, where="s")
-        assert encoding == "packed"
-        r3st.assert_canonical(parsed["choices"][0]["routed_experts"].ids, ids.astype(np.int64))
+    prompt = max(len(ids) + 1 - len(response), 0)
+    whole = {"choices": [{"finish_reason": "stop", "token_ids": response, "routed_experts": skyrl04.ask("pack", ids)}]}
+    reply, encoding = wire.load(json.dumps(whole).encode() if spaced else orjson.dumps(whole))
+    assert encoding == "packed"
+    r3st.assert_canonical(reply.routed_experts, ids.astype(np.int64))
+    if prompt + len(response) - 1 == len(ids) and (ids.size or not len(ids)):
+        assert reply.routes_for(prompt=prompt) is reply.routed_experts
     else:
-        with pytest.raises(reply.ReplyError):
-            reply.load(body, prompt_token_ids=prompt, where="s")
+        with pytest.raises(ReplyError):
+            reply.routes_for(prompt=prompt)
 
 
 # Where their decoder takes more than ours.

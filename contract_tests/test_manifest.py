@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import ast
-import difflib
 import hashlib
-import importlib
-import importlib.util
-import inspect
 from pathlib import Path
 from textwrap import dedent
 
@@ -15,158 +10,17 @@ import pytest
 
 from contract_tests import fake_skyrl
 from contract_tests.child import run
-from contract_tests.fake_skyrl import CLIENT, PREPROCESS, TRAINER, manifest_030
+from contract_tests.fake_skyrl import CLIENT, PREPROCESS, TRAINER, manifest_030, manifest_of
+from contract_tests.manifest_suite import ManifestContract
 from skyrl_r3 import manifest
 from skyrl_r3.errors import DriftError, R3Error, UnsupportedSkyRLError
-from skyrl_r3.manifest import Target
 from skyrl_r3.sources import Found, read_target
 
 MANIFEST = manifest_030()
-TARGETS = [pytest.param(target, id=target.name) for target in MANIFEST.targets]
 
 
-def skyrl_root() -> Path:
-    """SkyRL's package folder, found without the overlay's own code."""
-    spec = importlib.util.find_spec("skyrl")
-    assert spec is not None, "these tests need skyrl 0.3.0"
-    assert spec.origin is not None
-    return Path(spec.origin).parent
-
-
-def source_path(module: str) -> Path:
-    """File of one of SkyRL's modules."""
-    return skyrl_root().joinpath(*module.split(".")[1:]).with_suffix(".py")
-
-
-# The installed SkyRL
-
-
-def test_the_reviewed_release_is_installed() -> None:
-    version, root = manifest.installed_skyrl()
-    assert (version, root) == (MANIFEST.reviewed, skyrl_root())
-
-
-@pytest.mark.parametrize("target", TARGETS)
-def test_target_is_as_reviewed(target: Target) -> None:
-    """Signature and source text, with a diff of the manifest's row where they are not."""
-    found = read_target(skyrl_root(), target.module, target.attribute)
-    assert found is not None, f"{target.name} is not in SkyRL {MANIFEST.reviewed}"
-    listed = [f"signature = {target.signature!r}", f"sha256 = {target.sha256!r}"]
-    there = [f"signature = {found.signature!r}", f"sha256 = {found.sha256!r}"]
-    diff = "\n".join(difflib.unified_diff(listed, there, "patches/skyrl-0.3.toml", target.name, lineterm=""))
-    assert listed == there, f"\n{diff}"
-
-
-@pytest.mark.parametrize("target", TARGETS)
-def test_sha256_is_that_of_the_lines_of_the_definition(target: Target) -> None:
-    """Computed here in another way, from the file's bytes. A comment behind the last statement does not count."""
-    home = next(t.module for t in MANIFEST.targets if (t.attribute, t.sha256) == (target.attribute, target.sha256))
-    text = source_path(home).read_text(encoding="utf-8")
-    name = target.attribute.rpartition(".")[2]
-    nodes = [
-        node
-        for node in ast.walk(ast.parse(text))
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name
-    ]
-    assert len(nodes) == 1, f"{name} is defined {len(nodes)} times in {home}: which one is meant?"
-    node = nodes[0]
-    lines = text.encode().split(b"\n")[node.lineno - 1 : node.end_lineno]
-    lines[-1] = lines[-1][: node.end_col_offset]
-    lines[0] = lines[0][node.col_offset :]
-    assert hashlib.sha256(b"\n".join(lines)).hexdigest() == target.sha256
-
-
-def test_the_plan_has_no_drift_and_no_edits() -> None:
-    plan = manifest.plan()
-    assert plan.manifest == MANIFEST
-    assert plan.drifted() == []
-    assert plan.error() is None
-    assert [target.name for target in plan.manifest.targets if plan.edited(target)] == []
-
-
-def test_every_caller_that_bound_a_function_by_name_is_a_target() -> None:
-    """``from module import name`` keeps the function it got: each such module needs a row of its own."""
-    patched = {target.name for target in MANIFEST.targets}
-    functions = {target.attribute for target in MANIFEST.targets if "." not in target.attribute}
-    missed = []
-    for path in skyrl_root().rglob("*.py"):
-        module = ".".join(("skyrl", *path.relative_to(skyrl_root()).with_suffix("").parts))
-        text = path.read_text(encoding="utf-8")
-        if not any(name in text for name in functions):
-            continue
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("skyrl"):
-                missed += [
-                    f"{module}.{alias.asname or alias.name}"
-                    for alias in node.names
-                    if alias.name in functions and f"{module}.{alias.asname or alias.name}" not in patched
-                ]
-    assert missed == []
-
-
-@pytest.mark.parametrize("target", TARGETS)
-def test_the_name_is_bound_where_the_manifest_says(target: Target) -> None:
-    """The module or class itself binds the name, by ``def`` or by import, exactly once and at its top level."""
-    body = ast.parse(source_path(target.module).read_text(encoding="utf-8")).body
-    *classes, name = target.attribute.split(".")
-    for class_name in classes:
-        (body,) = [node.body for node in body if isinstance(node, ast.ClassDef) and node.name == class_name]
-    defined = [n for n in body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef) and n.name == name]
-    imported = [
-        alias
-        for n in body
-        if isinstance(n, ast.ImportFrom)
-        for alias in n.names
-        if (alias.asname or alias.name) == name
-    ]
-    assert len(defined) + len(imported) == 1
-
-
-@pytest.mark.parametrize("target", TARGETS)
-def test_hooks_resolve_to_factories(target: Target) -> None:
-    """``replacement`` takes the original; ``refusal`` takes the original and the error."""
-    for hook, parameters in ((target.replacement, ["original"]), (target.refusal, ["original", "error"])):
-        if not hook:
-            continue
-        module, _, name = hook.partition(":")
-        factory = getattr(importlib.import_module(module), name)
-        assert list(inspect.signature(factory).parameters) == parameters
-
-
-@pytest.mark.parametrize("target", TARGETS)
-def test_row_is_complete(target: Target) -> None:
-    assert target.what
-    assert target.why
-    assert target.upstream
-    assert len(target.sha256) == 64
-
-
-def test_targets_are_listed_once() -> None:
-    names = [target.name for target in MANIFEST.targets]
-    assert len(names) == len(set(names))
-
-
-def test_both_ends_of_the_wire_can_refuse() -> None:
-    """Server and client see SkyRL's flag: with drift, one of them must be there to raise."""
-    refusing = {target.module for target in MANIFEST.targets if target.refusal}
-    assert refusing == {fake_skyrl.SERVER, CLIENT}
-
-
-def test_the_check_imports_nothing_of_skyrl() -> None:
-    ran = run(
-        """
-        import sys
-        from skyrl_r3 import manifest
-        plan = manifest.plan()
-        assert plan.error() is None
-        report(
-            version=plan.version,
-            skyrl=[name for name in sys.modules if name.split(".")[0] in ("skyrl", "skyrl_gym")],
-            heavy=[name for name in ("torch", "vllm", "ray", "transformers") if name in sys.modules],
-        )
-        """
-    )
-    assert ran.values == {"version": "0.3.0", "skyrl": [], "heavy": []}
+class TestManifest(ManifestContract):
+    release = "0.3.0"
 
 
 # Reading one target
@@ -274,8 +128,12 @@ def choose():
     except errors.UnsupportedSkyRLError as error:
         return {"field": error.field, "expected": error.expected, "got": error.got, "message": str(error)}
 """
-SUPPORTED = ["0.3.0", "0.3.1.dev1", "0.3.1rc1", "0.3.7", "0.3.0+local.1"]
-UNSUPPORTED = ["0.2.9", "0.3.0.dev3", "0.4.0.dev1", "0.4.0", "0.5.0rc1", "1.0"]
+SUPPORTED = {
+    "0.3.0": ["0.3.0", "0.3.1.dev1", "0.3.1rc1", "0.3.7", "0.3.0+local.1"],
+    "0.4.0": ["0.4.0", "0.4.0.post1", "0.4.1.dev1", "0.4.1rc1", "0.4.7", "0.4.0+local.1"],
+}
+REVIEWED = {version: release for release, versions in SUPPORTED.items() for version in versions}
+UNSUPPORTED = ["0.2.9", "0.3.0.dev3", "0.4.0.dev1", "0.4.0rc1", "0.5.0.dev1", "0.5.0rc1", "0.5.0", "1.0"]
 
 
 @pytest.fixture(scope="module")
@@ -283,7 +141,7 @@ def choices(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str
     """By version, what is chosen where that version is installed. All in one process, which sees one at a time."""
     folders = {
         version: str(fake_skyrl.build(tmp_path_factory.mktemp("skyrl"), version=version))
-        for version in SUPPORTED + UNSUPPORTED
+        for version in [*REVIEWED, *UNSUPPORTED]
     }
     return run(
         CHOOSE
@@ -299,18 +157,19 @@ report(**chosen)
     ).values
 
 
-@pytest.mark.parametrize("version", SUPPORTED)
+@pytest.mark.parametrize("version", REVIEWED)
 def test_supported_version(choices: dict[str, dict[str, str]], version: str) -> None:
-    assert choices[version] == {"version": version, "reviewed": "0.3.0"}
+    assert choices[version] == {"version": version, "reviewed": REVIEWED[version]}
 
 
 @pytest.mark.parametrize("version", UNSUPPORTED)
 def test_unsupported_version_is_named_with_those_supported(choices: dict[str, dict[str, str]], version: str) -> None:
     refused = choices[version]
     assert refused["got"] == version
-    assert MANIFEST.skyrl in refused["expected"]
     assert version in refused["message"]
-    assert MANIFEST.skyrl in refused["message"]
+    for release in SUPPORTED:
+        assert manifest_of(release).skyrl in refused["expected"]
+        assert manifest_of(release).skyrl in refused["message"]
 
 
 def hidden(metadata: Path | None = None) -> str:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from contract_tests import fake_skyrl
-from contract_tests.child import REPO, run, run_python
+from contract_tests.child import run, run_python
 from contract_tests.fake_skyrl import (
     CLIENT,
     CONVERT,
@@ -20,11 +19,11 @@ from contract_tests.fake_skyrl import (
     UTILS,
     manifest_030,
 )
+from contract_tests.overlay_suite import ENDPOINTS, ENDS, OverlayContract
 
 TARGETS = [target.name for target in manifest_030().targets]
 MODULES = list(dict.fromkeys(target.module for target in manifest_030().targets))
 POST = f"{CLIENT}.RemoteInferenceClient._post"
-ENDPOINTS = f"{SERVER}.VLLMServerActor._add_custom_endpoints"
 IMPORT_ALL = "import " + ", ".join(MODULES) + "\n"
 IMPORT_CHEAP = f"import {UTILS}, {PREPROCESS}\n"
 CHEAP = [name for name in TARGETS if name.rpartition(".")[0] in (UTILS, PREPROCESS)]
@@ -32,46 +31,20 @@ U = UTILS
 P = f"{PREPROCESS}.{CONVERT}"
 
 
-def among(states: dict[str, str], state: str) -> list[str]:
-    """The targets in ``state``, as the manifest orders them."""
-    return [name for name in TARGETS if states[name] == state]
+class TestOverlay(OverlayContract):
+    release = "0.3.0"
+    client_target = POST
+    client_end = f"""
+def client_end(flag):
+    url = "http://127.0.0.1:1/" + ("skyrl/v1/generate" if flag else "inference/v1/generate")
+    return outcome(lambda: {CLIENT}.RemoteInferenceClient()._post(url, json={{}}, headers=None))
+"""
+
+
+among = TestOverlay().among
 
 
 # Order
-
-
-def test_enable_after_the_imports(fake: Path) -> None:
-    ran = run(
-        f"""
-        {IMPORT_ALL}
-        import skyrl_r3
-        before = states()
-        stock = {P}
-        rows = skyrl_r3.enable()
-        report(before=before, after=states(), returned={{row.target: row.state for row in rows}},
-               kept={P}.__wrapped__ is stock)
-        """,
-        path=[fake],
-    )
-    assert among(ran.values["before"], "pending") == TARGETS
-    assert among(ran.values["after"], "applied") == TARGETS
-    assert ran.values["returned"] == ran.values["after"]
-    assert ran.values["kept"]
-
-
-def test_enable_before_the_imports(fake: Path) -> None:
-    ran = run(
-        f"""
-        import skyrl_r3
-        skyrl_r3.enable()
-        before = states()
-        {IMPORT_ALL}
-        report(before=before, after=states())
-        """,
-        path=[fake],
-    )
-    assert among(ran.values["before"], "pending") == TARGETS
-    assert among(ran.values["after"], "applied") == TARGETS
 
 
 def test_enable_between_the_imports(fake: Path) -> None:
@@ -99,18 +72,6 @@ def test_enable_between_the_imports(fake: Path) -> None:
     assert ran.values["same"]
     assert ran.values["depth"] == 1
     assert ran.values["stock"] == [True, True]
-
-
-def test_import_hook_alone(fake: Path) -> None:
-    ran = run(f"{IMPORT_ALL}\nreport(states=states(), stderr_level=None)", path=[fake], hook=True)
-    assert among(ran.values["states"], "applied") == TARGETS
-    assert ran.stderr == ""
-
-
-def test_nothing_is_patched_without_hook_and_without_enable(fake: Path) -> None:
-    ran = run(f"{IMPORT_ALL}\nreport(patched=patched({P}), states=states())", path=[fake])
-    assert not ran.values["patched"]
-    assert among(ran.values["states"], "pending") == TARGETS
 
 
 def test_each_module_alone(fake: Path) -> None:
@@ -159,37 +120,6 @@ def test_hook_then_enable_is_once(fake: Path) -> None:
     assert among(ran.values["states"], "applied") == CHEAP
 
 
-def test_disable_puts_every_original_back_and_enable_works_again(fake: Path) -> None:
-    """Static descriptors included: a staticmethod comes back as the very object that it was."""
-    attributes = [(target.module, target.attribute) for target in manifest_030().targets]
-    ran = run(
-        f"""
-        {IMPORT_ALL}
-        import inspect, sys, skyrl_r3
-        def raw(module, attribute):
-            owner, *rest = sys.modules[module], *attribute.split(".")
-            for name in rest[:-1]:
-                owner = getattr(owner, name)
-            return inspect.getattr_static(owner, rest[-1])
-        attributes = {attributes!r}
-        stock = [raw(*row) for row in attributes]
-        rounds = []
-        for _ in range(3):
-            skyrl_r3.enable()
-            on = [raw(*row) for row in attributes]
-            applied = list(states().values())
-            skyrl_r3.disable()
-            rounds.append([
-                all(a is not b for a, b in zip(on, stock)), set(applied) == {{"applied"}},
-                all(raw(*row) is b for row, b in zip(attributes, stock)), set(states().values()) == {{"pending"}},
-            ])
-        report(rounds=rounds)
-        """,
-        path=[fake],
-    )
-    assert ran.values["rounds"] == [[True] * 4] * 3
-
-
 def test_disable_leaves_later_imports_alone(fake: Path) -> None:
     ran = run(
         f"""
@@ -212,25 +142,6 @@ def test_disable_with_nothing_enabled(fake: Path) -> None:
     )
     assert among(ran.values["s"], "pending") == TARGETS
     assert ran.stderr == ""
-
-
-def test_status_says_where_and_what(fake: Path) -> None:
-    """A row names version and process; a source that differs from the reviewed one is patched and said to differ."""
-    ran = run(
-        f"""
-        {IMPORT_CHEAP}
-        import dataclasses, os, skyrl_r3
-        skyrl_r3.enable()
-        report(pid=os.getpid(), rows=[dataclasses.asdict(row) for row in skyrl_r3.status()])
-        """,
-        path=[fake],
-    )
-    rows = {row["target"]: row for row in ran.values["rows"]}
-    assert list(rows) == TARGETS
-    assert {row["version"] for row in rows.values()} == {"0.3.0"}
-    assert {row["pid"] for row in rows.values()} == {ran.values["pid"]}
-    assert "differs" in rows[P]["detail"]
-    assert rows[POST]["state"] == "pending"
 
 
 # Somebody else patches too
@@ -363,22 +274,14 @@ def drifted(folder: Path, kind: str) -> tuple[Path, str]:
 
 
 KINDS = ["signature", "async", "attribute", "module"]
-REFUSALS = f"""
-import asyncio
-from types import SimpleNamespace
-def outcome(call):
-    try:
-        result = call()
-        return ["returned", asyncio.run(result) if asyncio.iscoroutine(result) else result]
-    except Exception as error:
-        return [type(error).__name__, getattr(error, "field", None), getattr(error, "where", None)]
+REFUSALS = (
+    ENDS
+    + f"""
 def post(url):
     client = {CLIENT}.RemoteInferenceClient
     return outcome(lambda: client()._post(url, json={{}}, headers=None))
-def endpoints(flag):
-    args = SimpleNamespace(enable_return_routed_experts=flag)
-    return outcome(lambda: {SERVER}.VLLMServerActor._add_custom_endpoints(None, None, args))
 """
+)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -428,8 +331,8 @@ def test_drift_with_the_hook_alone(tmp_path: Path, kind: str) -> None:
         + REFUSALS
         + f"""
 report(
-    off=[post("http://127.0.0.1:1/inference/v1/generate"), endpoints(False)],
-    on=[post("http://127.0.0.1:1/skyrl/v1/generate"), endpoints(True)],
+    off=[post("http://127.0.0.1:1/inference/v1/generate"), server_end(False)],
+    on=[post("http://127.0.0.1:1/skyrl/v1/generate"), server_end(True)],
     patched=[patched({P}), patched({TRAINER}.{CONVERT})],
 )
 """,
@@ -457,7 +360,7 @@ def test_drift_of_a_refusing_target_itself(tmp_path: Path, target: str) -> None:
 args = SimpleNamespace(enable_return_routed_experts=True)
 if {target == POST}:
     client = {CLIENT}.RemoteInferenceClient()
-    on = [outcome(lambda: client._post(address="http://h/skyrl/v1/generate")), endpoints(True)]
+    on = [outcome(lambda: client._post(address="http://h/skyrl/v1/generate")), server_end(True)]
     off = outcome(lambda: client._post("http://h/inference/v1/generate", body={{}}))
 else:
     actor = {SERVER}.VLLMServerActor
@@ -777,45 +680,6 @@ def test_enable_after_a_reload_that_no_hook_saw(fake: Path) -> None:
 # python -m
 
 
-PROBE = """
-import json, sys, traceback
-def main():
-    try:
-        raise ValueError("here")  # LINE
-    except ValueError:
-        frames = traceback.format_exc()
-    function = VLLMServerActor.__dict__["_add_custom_endpoints"].__func__
-    facts = {
-        "patched": hasattr(function, "__wrapped__"),
-        "name": __name__, "file": __file__, "doc": __doc__, "package": __package__,
-        "spec": [__spec__.name, __spec__.origin, __spec__.cached], "frames": frames,
-        "first": VLLMServerActor._add_custom_endpoints.__code__.co_firstlineno if not hasattr(function, "__wrapped__")
-                 else function.__wrapped__.__code__.co_firstlineno,
-        "annotations": main.__annotations__, "future": annotations.compiler_flag, "argv": sys.argv[1:],
-        "names": sorted(name for name in globals() if not name.startswith("__")), "cached": __cached__,
-    }
-    print("REPORT " + json.dumps(facts))
-main.__annotations__["kept"] = "unresolved"
-"""
-
-
-def test_python_m_is_patched_before_its_main_block(tmp_path: Path, wheel_python: Path) -> None:
-    """SkyRL's server is started like that. Everything but the patch is as with ``SKYRL_R3=off``, line numbers too."""
-    folder = fake_skyrl.build(tmp_path, bottom={SERVER: PROBE + MAIN_BLOCK})
-    command = [str(wheel_python), "-m", SERVER, "--port", "1"]
-    on = run_python(command, path=[folder])
-    off = run_python(command, path=[folder], env={"SKYRL_R3": "off"})
-    values: dict[str, Any] = on.values
-    assert values.pop("patched") is True
-    assert off.values.pop("patched") is False
-    assert values == off.values
-    file = folder.joinpath("skyrl", *SERVER.split(".")[1:]).with_suffix(".py")
-    line = next(i for i, text in enumerate(file.read_text().splitlines(), 1) if "# LINE" in text)
-    assert f'File "{file}", line {line}, in main\n    raise ValueError("here")  # LINE' in values["frames"]
-    assert (values["name"], values["argv"]) == ("__main__", ["--port", "1"])
-    assert on.stderr == off.stderr == ""
-
-
 def test_python_m_of_a_module_without_main_block(tmp_path: Path, wheel_python: Path) -> None:
     """Patched at its end: what runs later sees the replacement."""
     late = """
@@ -914,14 +778,3 @@ def test_real_trainer_side_modules() -> None:
     assert ran.values["one"]
     assert ran.values["off"] == [False, False, False]
     assert ran.values["again"]
-
-
-def test_the_fake_is_read_as_the_real_one_would_be(fake: Path) -> None:
-    """The double fits the manifest, so that what a test changes in it is the only thing that is wrong."""
-    ran = run(
-        "from skyrl_r3 import manifest\nplan = manifest.plan()\n"
-        "report(root=str(manifest.installed_skyrl()[1]), drifted=len(plan.drifted()), found=len(plan.found))",
-        path=[fake],
-    )
-    assert ran.values == {"root": str(fake / "skyrl"), "drifted": 0, "found": len(TARGETS)}
-    assert REPO not in fake.parents

@@ -44,7 +44,12 @@ def test_version_is_the_same_everywhere(files: dict[str, bytes], bare_python: Pa
     assert project["version"] == metadata["Version"] == ran.stdout.strip()
     assert metadata["Name"] == "skyrl-r3"
     assert metadata["Requires-Python"] == ">=3.12"
-    assert sorted(metadata.get_all("Requires-Dist", [])) == sorted(project["dependencies"])
+    extras = [
+        f"{each}; extra == '{extra}'"
+        for extra, more in project.get("optional-dependencies", {}).items()
+        for each in more
+    ]
+    assert sorted(metadata.get_all("Requires-Dist", [])) == sorted([*project["dependencies"], *extras])
 
 
 def test_pth_file_is_at_the_root_and_has_one_line(files: dict[str, bytes]) -> None:

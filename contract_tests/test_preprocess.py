@@ -18,7 +18,7 @@ from skyrl.train import trainer as trainer_module
 from skyrl.train.dataset import preprocess
 
 import skyrl_r3
-from skyrl_r3 import RoutedExperts, codec
+from skyrl_r3 import RoutedExperts, codec, packed
 from skyrl_r3.errors import RouteError
 
 TOKENIZER: Any = SimpleNamespace(pad_token_id=0)
@@ -170,7 +170,7 @@ def test_routes_of_another_sample_are_an_error() -> None:  # R70
 def test_a_sample_that_is_not_trained_on_needs_no_routes() -> None:  # R75
     arguments, ids = batch_of([(3, 4, 1), (2, 4, 1)])
     arguments["loss_masks"][1] = [0] * 4
-    empty = RoutedExperts(codec.from_nested([]), np.empty(0, np.int32))
+    empty = RoutedExperts(packed.from_nested([]), np.empty(0, np.int32))
     for nothing in (None, empty):
         routes: list[Any] = [ids[0], nothing]
         tensor = convert(**arguments, rollout_expert_indices=routes)[-1]

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from skyrl_r3.overlay import TargetStatus, disable, enable, status
     from skyrl_r3.routes import RoutedExperts
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["RoutedExperts", "TargetStatus", "__version__", "disable", "enable", "status"]
 
 _HOMES = {

@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import binascii
 import math
-from array import array as Array
 from collections.abc import Mapping
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -61,31 +59,31 @@ def compact(ids: Any) -> np.ndarray:
     Raises:
         CodecError: Not such an array, a negative id, or an id above 2**31 - 1.
     """
-    return np.array(_canonical(ids), order="C")
+    return np.array(canonical(ids), order="C")
 
 
 def pack(ids: Any) -> dict[str, Any]:
     """Encode ``ids`` as a packed envelope. Takes and raises what :func:`compact` does."""
-    array = _canonical(ids)
+    array = canonical(ids)
     return {"data": _base64(array).decode("ascii"), "shape": list(array.shape), "dtype": array.dtype.name}
 
 
-def pack_json(ids: Any) -> bytes:
-    """The JSON text of :func:`pack`, byte for byte what orjson would write.
+def packed_pieces(ids: Any) -> tuple[bytes, bytes, bytes]:
+    """The JSON text of :func:`pack` in three pieces, byte for byte what orjson would write.
 
-    Joined by hand because orjson has to scan and copy ``data`` as a str: for 17 MB that takes 8 times as long.
+    By hand because orjson has to scan and copy ``data`` as a str: for 17 MB that takes 8 times as long.
     """
-    array = _canonical(ids)
+    array = canonical(ids)
     rows, layers, topk = array.shape
     tail = f'","shape":[{rows},{layers},{topk}],"dtype":"{array.dtype.name}"}}'
-    return b"".join((b'{"data":"', _base64(array), tail.encode()))
+    return b'{"data":"', _base64(array), tail.encode()
 
 
 def unpack(envelope: Any) -> np.ndarray:
     """Decode a packed envelope from an untrusted source.
 
     Args:
-        envelope: Mapping with exactly the keys ``data`` (base64 as str or bytes), ``shape`` and ``dtype``.
+        envelope: Mapping with exactly the keys ``data`` (base64 as str or a buffer), ``shape`` and ``dtype``.
 
     Returns:
         A writable, C-contiguous array ``[rows, layers, topk]`` of uint8, int16 or int32 that owns its memory.
@@ -98,50 +96,33 @@ def unpack(envelope: Any) -> np.ndarray:
     if set(envelope) != set(_ENVELOPE_KEYS):
         keys = ", ".join(sorted(key if isinstance(key, str) else describe(key) for key in envelope)) or "none"
         raise CodecError("routed_experts", expected="the keys data, shape and dtype", got=keys)
-    dtype = _checked_dtype(envelope["dtype"])
-    shape = _checked_shape(envelope["shape"])
-    size = math.prod(shape) * dtype.itemsize
-    # A dimension of 0 must not hide one that no array can have.
-    if math.prod(max(dim, 1) for dim in shape) * dtype.itemsize > MAX_BYTES:
-        got = f"{describe(shape)}, {describe(size)} bytes"
-        raise CodecError("routed_experts.shape", expected=f"at most {MAX_BYTES} bytes", got=got)
-    array = np.frombuffer(_checked_base64(envelope["data"], size), dtype=dtype).reshape(shape)
-    array = array.astype(dtype.newbyteorder("="), copy=False)
-    canonical = _narrowed(array).dtype
-    if canonical != array.dtype:
-        raise CodecError("routed_experts.dtype", expected=f"{canonical.name}, the smallest", got=array.dtype.name)
-    return array
+    size = _size(envelope["shape"], envelope["dtype"])
+    return from_buffer(_checked_base64(envelope["data"], size), shape=envelope["shape"], dtype=envelope["dtype"])
 
 
-def from_nested(ids: Any) -> np.ndarray:
-    """Decode the nested lists ``[rows][layers][topk]`` of a server that does not pack.
+def from_buffer(data: Any, *, shape: Any, dtype: Any) -> np.ndarray:
+    """View ``data``, the bytes of ids in the wire's byte and memory order, as an array.
+
+    Args:
+        data: A buffer of bytes. The array shares its memory, and is read-only where the buffer is.
+        shape: ``[rows, layers, topk]``.
+        dtype: Name of the dtype.
+
+    Returns:
+        A C-contiguous array ``[rows, layers, topk]`` of uint8, int16 or int32 in native byte order.
 
     Raises:
-        CodecError: Not such lists: ragged, other types than int inside, ids out of range.
+        CodecError: No such shape or dtype, another number of bytes, a negative id, or ids that a smaller dtype holds.
     """
-    if not isinstance(ids, list):
-        raise CodecError("routed_experts", expected="an envelope or nested lists", got=describe(ids))
-    # By hand, not with np.array, which takes True for 1 and turns everything to text where it meets a string, at the
-    # length of the longest: 26 kB of such lists made it ask for 160 MB.
-    _check_lists(ids, "a list of rows")
-    layers = list(chain.from_iterable(ids))
-    _check_lists(layers, "lists of layers")
-    flat = list(chain.from_iterable(layers))
-    num_layers, topk = (len(items[0]) if items else 0 for items in (ids, layers))
-    if any(len(row) != num_layers for row in ids) or any(len(layer) != topk for layer in layers):
-        raise CodecError("routed_experts", expected="nested lists of one shape", got="ragged lists")
-    if ids and not flat:
-        raise CodecError("routed_experts", expected="ids in the nested lists", got="empty lists")
-    if set(map(type, flat)) - {int}:
-        wrong = next(item for item in flat if type(item) is not int)
-        raise CodecError("routed_experts", expected="integers in the nested lists", got=describe(wrong))
-    try:
-        array = np.frombuffer(Array("q", flat), dtype=np.int64).reshape(len(ids), num_layers, topk)
-    except OverflowError:
-        raise CodecError(
-            "routed_experts", expected=f"ids up to {2**31 - 1}", got=describe(max(flat, key=abs))
-        ) from None
-    return compact(array)
+    size = _size(shape, dtype)
+    if memoryview(data).nbytes != size:
+        raise CodecError("routed_experts", expected=f"{size} bytes", got=f"{memoryview(data).nbytes} bytes")
+    array = np.frombuffer(data, dtype=DTYPES[dtype]).reshape(shape)
+    array = array.astype(DTYPES[dtype].newbyteorder("="), copy=False)
+    smallest = array.dtype if array.dtype == np.uint8 else smallest_dtype(_largest(array))
+    if smallest != array.dtype:
+        raise CodecError("routed_experts.dtype", expected=f"{smallest.name}, the smallest", got=array.dtype.name)
+    return array
 
 
 def check(ids: Any) -> None:
@@ -155,11 +136,15 @@ def check(ids: Any) -> None:
         raise CodecError("routed_experts", expected="an array [rows, layers, topk]", got=describe(ids))
     if ids.dtype not in DTYPES.values():
         raise CodecError("routed_experts.dtype", expected=f"one of {', '.join(DTYPES)}", got=ids.dtype.str)
-    _check_not_negative(ids)
+    if ids.dtype != np.uint8:
+        _largest(ids)
 
 
-def _canonical(ids: Any) -> np.ndarray:
-    """``ids`` in canonical form; shares memory with ``ids`` where they are canonical already."""
+def canonical(ids: Any) -> np.ndarray:
+    """``ids`` in canonical form, sharing their memory where they are canonical already.
+
+    For what is written out at once. Takes and raises what :func:`compact` does.
+    """
     given = ids
     if callable(getattr(ids, "detach", None)):
         try:
@@ -175,54 +160,66 @@ def _canonical(ids: Any) -> np.ndarray:
 
 
 def _narrowed(array: np.ndarray) -> np.ndarray:
-    """``array`` in the smallest dtype, or itself where it has that. Scans only what the dtype leaves open."""
+    """``array`` in the smallest dtype; shares memory where no other size of integer is needed."""
     if array.dtype == np.uint8:
         return array
-    _check_not_negative(array)
-    return array.astype(smallest_dtype(int(array.max(initial=0))), copy=False)
+    dtype = smallest_dtype(_largest(array))
+    if array.dtype.isnative and array.dtype.itemsize == dtype.itemsize:
+        return array.view(dtype)  # Another sign alone: vLLM's uint16 and our int16 are the same bits.
+    return array.astype(dtype, copy=False)
 
 
-def _check_not_negative(array: np.ndarray) -> None:
-    if array.dtype.kind == "i" and int(array.min(initial=0)) < 0:
-        row, layer, slot = (int(i) for i in np.argwhere(array < 0)[0])
+def _largest(array: np.ndarray) -> int:
+    """The largest id, 0 if there are none.
+
+    In one scan: a negative id of a signed dtype is a huge one of the unsigned dtype with the same bits.
+
+    Raises:
+        CodecError: An id is negative.
+    """
+    largest = int(array.view(array.dtype.str.replace("i", "u")).max(initial=0))
+    if array.dtype.kind == "i" and largest > np.iinfo(array.dtype).max:
+        row, layer, slot = (int(i) for i in np.unravel_index(np.argmax(array < 0), array.shape))
         raise CodecError(
             "routed_experts",
             expected="ids of 0 or more",
             got=str(int(array[row, layer, slot])),
             where=f"row {row}, layer {layer}, slot {slot}",
         )
-
-
-def _check_lists(items: list[Any], what: str) -> None:
-    if set(map(type, items)) - {list}:
-        wrong = next(item for item in items if type(item) is not list)
-        raise CodecError("routed_experts", expected=what, got=describe(wrong))
+    return largest
 
 
 def _base64(array: np.ndarray) -> bytes:
+    return pybase64.b64encode(buffer(array))
+
+
+def buffer(array: np.ndarray) -> memoryview:
+    """The bytes of a C-contiguous array in the wire's byte order; a view of its memory where that is the machine's."""
     little = array.astype(array.dtype.newbyteorder("<"), copy=False)
-    return pybase64.b64encode(memoryview(little).cast("B") if little.size else b"")
+    return memoryview(little).cast("B") if little.size else memoryview(b"")
 
 
-def _checked_dtype(name: object) -> np.dtype[Any]:
-    if not isinstance(name, str) or name not in DTYPES:
-        raise CodecError("routed_experts.dtype", expected=f"one of {', '.join(DTYPES)}", got=describe(name))
-    return DTYPES[name]
-
-
-def _checked_shape(shape: object) -> tuple[int, int, int]:
+def _size(shape: object, dtype: object) -> int:
+    """Bytes of an array of this shape and dtype, both from an untrusted source."""
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise CodecError("routed_experts.dtype", expected=f"one of {', '.join(DTYPES)}", got=describe(dtype))
     # `type(...) is int` because bool is a subclass of int, and True is no dimension.
     fits = isinstance(shape, list | tuple) and len(shape) == 3 and all(type(dim) is int and dim >= 0 for dim in shape)
     if not isinstance(shape, list | tuple) or not fits:
         expected = "[rows, layers, topk], integers of 0 or more"
         raise CodecError("routed_experts.shape", expected=expected, got=describe(shape))
-    rows, layers, topk = shape
-    return rows, layers, topk
+    itemsize = DTYPES[dtype].itemsize
+    size = math.prod(shape) * itemsize
+    # A dimension of 0 must not hide one that no array can have.
+    if math.prod(max(dim, 1) for dim in shape) * itemsize > MAX_BYTES:
+        got = f"{describe(shape)}, {describe(size)} bytes"
+        raise CodecError("routed_experts.shape", expected=f"at most {MAX_BYTES} bytes", got=got)
+    return size
 
 
 def _checked_base64(data: object, size: int) -> bytearray:
     """The ``size`` bytes that ``data`` encodes."""
-    if not isinstance(data, str | bytes | bytearray):
+    if not isinstance(data, str | bytes | bytearray | memoryview):
         raise CodecError("routed_experts.data", expected="base64", got=describe(data))
     expected = 4 * ((size + 2) // 3)
     if len(data) != expected:

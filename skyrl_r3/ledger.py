@@ -63,9 +63,11 @@ def apply(target: Target, module: Any, refuse_with: OverlayError | None = None) 
     """Replace ``target`` in ``module``, or have it raise ``refuse_with`` when the flag is on."""
     owner, name = _owner(module, target.attribute)
     before = inspect.getattr_static(owner, name)
-    for applied in ledger:
+    for applied in list(ledger):
         if applied.owner is owner and applied.name == name:
-            return applied
+            if applied.current() is not applied.before:
+                return applied
+            ledger.remove(applied)  # Somebody has put SkyRL's own function back.
     kind = type(before) if isinstance(before, staticmethod | classmethod) else None
     function: Any = before.__func__ if kind else before
     if any(applied.replacement is function for applied in ledger):

@@ -42,6 +42,13 @@ class RoutedExperts:
         self.ids = ids
         self.token_ids = token_ids
 
+    @classmethod
+    def of_checked(cls, ids: np.ndarray, token_ids: np.ndarray) -> RoutedExperts:
+        """As the constructor, without its checks: for ids that the codec has decoded, and as many tokens."""
+        made = object.__new__(cls)
+        made.ids, made.token_ids = ids, token_ids
+        return made
+
     def __len__(self) -> int:
         return len(self.ids)
 
@@ -57,9 +64,7 @@ class RoutedExperts:
     def __getitem__(self, index: slice | int) -> RoutedExperts | np.ndarray:
         """Rows of a slice with their tokens (a view), or the ids ``[layers, topk]`` of one row."""
         if isinstance(index, slice):
-            part = object.__new__(RoutedExperts)
-            part.ids, part.token_ids = self.ids[index], self.token_ids[index]
-            return part
+            return RoutedExperts.of_checked(self.ids[index], self.token_ids[index])
         return self.ids[index]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:

@@ -1,7 +1,9 @@
-"""Remote inference client: ask for packed routes, and hand arrays on.
+"""Remote inference client: ask for compact routes, and hand arrays on.
 
-``RemoteInferenceClient._post`` is the one place that every request and reply goes through, so that SkyRL keeps
-building the request and picking the reply apart. Requests to other endpoints pass through untouched.
+SkyRL keeps building the request and picking the reply apart. The reply that it gets to see is in its own form, but
+for the routes, which are a :class:`Received`. It comes out at the end of SkyRL's method, where the lists that SkyRL's
+interface promises are put in its place. Where that method is not ours, as in a subclass that has its own, the reply is
+in SkyRL's form altogether. Requests to other endpoints pass through untouched.
 """
 
 from __future__ import annotations
@@ -13,27 +15,58 @@ import inspect
 import json
 import logging
 from collections.abc import Awaitable, Callable
+from contextvars import ContextVar
 from typing import Any
 
 import aiohttp
+import numpy as np
 from yarl import URL
 
-from skyrl_r3 import reply
+from skyrl_r3 import wire
 from skyrl_r3.errors import OverlayError, R3Error, ReplyError
-from skyrl_r3.reply import GENERATE_PATH
+from skyrl_r3.reply import Reply
+from skyrl_r3.routes import RoutedExperts, as_token_array
+from skyrl_r3.wire import GENERATE_PATH, START_FIELD
 
 logger = logging.getLogger(__name__)
 
 _SKYRL_CLIENT = "skyrl.backends.skyrl_train.inference_servers.remote_inference_client"
-_START_FIELD = "routed_experts_prompt_start"
 _RETRY_PAUSE_S = 1.0
 """SkyRL's own pause: long enough for the pool to notice the connections that the server has closed."""
 
 _slow_servers: set[str] = set()
 
+taken_out: ContextVar[bool] = ContextVar("skyrl_r3_taken_out", default=False)
+"""Whether the caller of ``_post`` takes a :class:`Received` out of what it returns."""
+
+
+class Received(dict[str, Any]):
+    """A checked reply, in the place of its routes. A dict because SkyRL 0.4 looks for one there.
+
+    Attributes:
+        routes: What SkyRL is to have as routes.
+        logprobs: Of the sampled tokens; None where there are none, as SkyRL has it.
+    """
+
+    def __init__(self, reply: Reply, routes: Any) -> None:
+        super().__init__()
+        self.routes = routes
+        self.logprobs = None if reply.logprobs is None else reply.logprobs.tolist() or None
+
+
+def body_of(reply: Reply, routes: Any) -> dict[str, Any]:
+    """``reply`` as the body that SkyRL's client picks apart."""
+    choice = {"token_ids": reply.token_ids.tolist(), "finish_reason": reply.finish_reason}
+    if taken_out.get():
+        return {"choices": [choice | {"logprobs": None, "routed_experts": Received(reply, routes)}]}
+    content = None
+    if reply.logprobs is not None:
+        content = {"content": [{"logprob": value} for value in reply.logprobs.tolist()]}
+    return {"choices": [choice | {"logprobs": content, "routed_experts": routes}]}
+
 
 def post(original: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-    """Replace ``RemoteInferenceClient._post`` for ``/skyrl/v1/generate``.
+    """Replace SkyRL 0.3's ``RemoteInferenceClient._post`` for ``/skyrl/v1/generate``.
 
     Raises:
         OverlayError: ``original`` is not SkyRL's, so that replacing it would lose what somebody else does there.
@@ -54,34 +87,47 @@ def post(original: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any
         if not url.endswith(GENERATE_PATH):
             return await original(*args, **kwargs)
         client, request = bound.arguments["self"], bound.arguments["json"]
-        headers = bound.arguments.get("headers")
-        server = str(URL(url.removesuffix(GENERATE_PATH)).with_user(None))  # Errors end up in logs.
-        if (request.get("sampling_params") or {}).get(_START_FIELD):
+        if start(request):
             raise ReplyError(
-                f"sampling_params.{_START_FIELD}",
+                f"sampling_params.{START_FIELD}",
                 expected="0 or nothing",
-                got=str(request["sampling_params"][_START_FIELD]),
+                got=str(start(request)),
                 hint="SkyRL 0.3 takes row i for token i, so routes that start later would train other tokens.",
             )
-        asking = {**request, reply.ENCODINGS_FIELD: list(reply.ENCODINGS)}
-        body = await _fetch(client, url, asking, headers)
-        session_id = (headers or {}).get("X-Session-ID")
-        where = server if session_id is None else f"{server}, session {session_id}"
-        parsed, encoding = reply.load(body, prompt_token_ids=request["token_ids"], where=where)
-        if encoding == reply.NESTED and server not in _slow_servers:
-            _slow_servers.add(server)
-            logger.warning(
-                "The server at %s sends routed experts as nested lists, which is slow: skyrl-r3 is not active there. "
-                "Install it in the server's environment too.",
-                server,
-            )
-        return parsed
+        body = await _fetch(client, url, asking(request), bound.arguments.get("headers"))
+        try:
+            reply, encoding = wire.load(body)
+            ids = reply.routes_for(prompt=len(request["token_ids"]))
+            tokens = np.concatenate([as_token_array(request["token_ids"]), reply.token_ids])
+            routes = RoutedExperts.of_checked(ids, tokens[: len(ids)])
+        except R3Error as error:
+            raise error.at(where(bound.arguments)) from error
+        warn_if_slow(encoding, url)
+        return body_of(reply, routes)
 
     return _post
 
 
+def generate_single(original: Callable[..., Awaitable[dict[str, Any]]]) -> Callable[..., Awaitable[dict[str, Any]]]:
+    """Wrap SkyRL 0.3's ``RemoteInferenceClient._generate_single``: take the routes and logprobs out of the reply."""
+
+    @functools.wraps(original)
+    async def _generate_single(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        token = taken_out.set(True)
+        try:
+            result = await original(*args, **kwargs)
+        finally:
+            taken_out.reset(token)
+        received = result["routed_experts"]
+        if isinstance(received, Received):
+            result |= {"routed_experts": received.routes, "response_logprobs": received.logprobs}
+        return result
+
+    return _generate_single
+
+
 def refuse_post(original: Callable[..., Awaitable[Any]], error: R3Error) -> Callable[..., Awaitable[Any]]:
-    """Stand in for the above where the overlay cannot be applied: raise ``error`` if routes are asked for."""
+    """Stand in for :func:`post` where the overlay cannot be applied: raise ``error`` if routes are asked for."""
 
     @functools.wraps(original)
     async def _post(*args: Any, **kwargs: Any) -> Any:
@@ -90,6 +136,38 @@ def refuse_post(original: Callable[..., Awaitable[Any]], error: R3Error) -> Call
         return await original(*args, **kwargs)
 
     return _post
+
+
+def asking(request: dict[str, Any]) -> dict[str, Any]:
+    """``request`` with the encodings that this client reads."""
+    return {**request, wire.ENCODINGS_FIELD: list(wire.ENCODINGS)}
+
+
+def start(request: dict[str, Any]) -> int:
+    """The first token that ``request`` wants a row for."""
+    return (request.get("sampling_params") or {}).get(START_FIELD) or 0
+
+
+def _server(url: str) -> str:
+    return str(URL(url.removesuffix(GENERATE_PATH)).with_user(None))  # Errors end up in logs.
+
+
+def where(arguments: dict[str, Any]) -> str:
+    """The server's address and the session of the ``arguments`` of ``_post``, for errors."""
+    session_id = (arguments.get("headers") or {}).get("X-Session-ID")
+    return _server(arguments["url"]) + (f", session {session_id}" if session_id is not None else "")
+
+
+def warn_if_slow(encoding: str, url: str) -> None:
+    """Say once for each server that it sends nested lists."""
+    server = _server(url)
+    if encoding == wire.NESTED and server not in _slow_servers:
+        _slow_servers.add(server)
+        logger.warning(
+            "The server at %s sends routed experts as nested lists, which is slow: skyrl-r3 is not active there. "
+            "Install it in the server's environment too.",
+            server,
+        )
 
 
 async def _fetch(client: Any, url: str, request: dict[str, Any], headers: Any) -> bytes:

@@ -1,0 +1,9 @@
+"""SkyRL 0.4 with its flag off is what it was."""
+
+from __future__ import annotations
+
+from contract_tests.flag_off_suite import FlagOffContract
+
+
+class TestFlagOff(FlagOffContract):
+    replaced = "RemoteGenerateClient._post"

@@ -1,0 +1,12 @@
+"""Real Ray with SkyRL 0.4."""
+
+from __future__ import annotations
+
+from contract_tests.fake_skyrl import CLIENT
+from contract_tests.ray_suite import RayContract
+
+
+class TestRay(RayContract):
+    release = "0.4.0"
+    module = CLIENT
+    function = "load_packed_body"
