@@ -3,8 +3,8 @@
 # with SkyRL 0.4.0.
 #
 #   ci/env.sh            make them if need be, and print the path of the first, in which the second is line-0.4
-#   source ci/env.sh     the same, and export SKYRL_R3_PY (the base Python), SKYRL_R3_UV, SKYRL_R3_ENV (the environment)
-#                        and SKYRL_R3_SKYRL04 (the directory that SkyRL 0.4.0 is installed in); then
+#   source ci/env.sh     the same, and export SKYRL_R3_PY (the base Python), SKYRL_R3_UV and SKYRL_R3_ENV (the first
+#                        environment); then
 #   r3_run_env DIR       builds this repository's wheel and makes two environments that have it, DIR/0.3 and DIR/0.4
 #
 # Input: SKYRL_R3_PYTHON (a Python to use), SKYRL_R3_CACHE (where to keep environments).
@@ -97,8 +97,6 @@ here = pathlib.Path(sysconfig.get_path("purelib"))
 PY
 }
 
-_r3_site_packages() { "$1/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
-
 # The cached environments: at most one process builds it, and one that was cut short is built anew.
 _r3_env() {
     mkdir -p "$_r3_cache" || return 1
@@ -111,8 +109,7 @@ _r3_env() {
             [ -e "$SKYRL_R3_ENV/.complete" ] || _r3_build "$SKYRL_R3_ENV"
         ) 9>"$SKYRL_R3_ENV.lock" || return 1
     fi
-    SKYRL_R3_SKYRL04="$(_r3_site_packages "$SKYRL_R3_ENV/line-0.4")" || return 1
-    export SKYRL_R3_PY SKYRL_R3_UV SKYRL_R3_ENV SKYRL_R3_SKYRL04
+    export SKYRL_R3_PY SKYRL_R3_UV SKYRL_R3_ENV
 }
 
 # Fresh environments $1/0.3 and $1/0.4 with this repository's wheel in them, on top of the cached ones, in a few seconds.

@@ -298,8 +298,8 @@ def test_a_reply_is_not_changed() -> None:
 
 @pytest.mark.parametrize("kind", [R3Error, CodecError, RouteError, ReplyError, MissingRoutesError])
 def test_an_error_becomes_one_of_the_reply(kind: type[R3Error]) -> None:
-    error = kind("a.b", expected="x", got="y", where="row 1", hint="")
-    placed = error.at("http://10.0.0.7:8000", "Look there.")
+    error = kind("a.b", expected="x", got="y", where="row 1", hint="Look there.")
+    placed = error.at("http://10.0.0.7:8000")
     assert type(placed) is (kind if issubclass(kind, ReplyError) else ReplyError)
     assert (placed.field, placed.expected, placed.got) == ("a.b", "x", "y")
     assert placed.where == "row 1, http://10.0.0.7:8000"
@@ -309,7 +309,7 @@ def test_an_error_becomes_one_of_the_reply(kind: type[R3Error]) -> None:
 
 def test_an_error_keeps_its_own_hint_and_place() -> None:
     error = ReplyError("a", expected="x", got="y", hint="First.")
-    assert error.at("s", "Second.").hint == "First."
+    assert error.at("s").hint == "First."
     assert error.at("s").where == "s"
     assert error.at("").where == ""
     assert error.at("s").at("t").where == "s, t"

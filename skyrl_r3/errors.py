@@ -35,11 +35,11 @@ class R3Error(Exception):
             message += f". {hint}"
         super().__init__(message)
 
-    def at(self, where: str, hint: str = "") -> ReplyError:
+    def at(self, where: str) -> ReplyError:
         """This error as one of the reply that came from ``where``."""
         places = ", ".join(filter(None, (self.where, where)))
         kind = type(self) if isinstance(self, ReplyError) else ReplyError
-        return kind(self.field, expected=self.expected, got=self.got, where=places, hint=self.hint or hint)
+        return kind(self.field, expected=self.expected, got=self.got, where=places, hint=self.hint)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Keyword-only arguments do not survive BaseException's own pickling, and Ray pickles what a task raises.
