@@ -23,7 +23,7 @@ from contract_tests.peer import python_04, router
 from skyrl_r3 import frame
 from skyrl_r3.bench import environments, plan, processes, targets
 from skyrl_r3.bench.cases import SHAPES, Case, digest
-from skyrl_r3.bench.pipe import BenchError
+from skyrl_r3.bench.pipe import ENDING, BenchError
 from skyrl_r3.bench.plan import SIDES, Cell
 from skyrl_r3.bench.run import measure, measure_preprocessing
 
@@ -331,7 +331,37 @@ def test_paths_may_be_relative(tmp_path: Path) -> None:
     assert f"{tmp_path}/python is no Python" in ran.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", ENDING)
+def test_a_signal_waits_until_the_process_that_is_being_started_is_known(
+    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events = []
+
+    class Interrupted(Exception):
+        pass
+
+    class Starting:
+        def __init__(self, *_: Any) -> None:
+            events.append("started")
+            signal.raise_signal(number)
+
+        def stop(self) -> None:
+            events.append("stopped")
+
+    def interrupt(*_: Any) -> None:
+        raise Interrupted
+
+    monkeypatch.setattr(processes, "Child", Starting)
+    before = signal.signal(number, interrupt)
+    try:
+        with pytest.raises(Interrupted), ExitStack() as stack:
+            processes.start(stack, {"0.3": {"python": "python"}}, None, tmp_path)
+    finally:
+        signal.signal(number, before)
+    assert events == ["started", "stopped"]
+
+
+@pytest.mark.parametrize("number", ENDING)
 def test_no_process_outlives_an_interrupted_run(number: signal.Signals) -> None:
     mark = uuid.uuid4().hex
     env = os.environ | {"BENCH_TEST": mark, "PYTHONPATH": str(REPO)}

@@ -17,6 +17,8 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from skyrl_r3.bench.pipe import ENDING, BenchError
+
 # Without markup, which would take [default: ...] for a style.
 app = typer.Typer(rich_markup_mode=None, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -43,7 +45,6 @@ def bench(
 ) -> None:
     """Compare SkyRL's reply path with and without the overlay, side by side on this machine, without a model."""
     from skyrl_r3.bench import report
-    from skyrl_r3.bench.pipe import BenchError
     from skyrl_r3.bench.run import run
 
     if chart is not None and find_spec("matplotlib") is None:
@@ -58,7 +59,7 @@ def bench(
         raise typer.BadParameter(f"{router} is no program", param_hint="--router")
     # Absolute, as the processes run in a folder of their own. Not resolved: an environment's python is a link.
     pythons = [os.path.abspath(shutil.which(name) or name) for name in python or [sys.executable]]
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    for number in ENDING:
         signal.signal(number, _exit)  # So that the processes are ended on the way out.
     errors = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), TimeElapsedColumn())
@@ -91,6 +92,8 @@ def bench(
 
 
 def _exit(number: int, _: FrameType | None) -> NoReturn:
+    for ending in ENDING:
+        signal.signal(ending, signal.SIG_IGN)  # A second Ctrl-C must not cut short the killing of the processes.
     sys.exit(128 + number)
 
 

@@ -13,6 +13,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""What ends a run: Ctrl-C, a supervisor, a closed terminal."""
+
 
 class BenchError(Exception):
     """The benchmark cannot go on, or a side delivered something else than the engine gave out."""

@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_r3.bench.cases import Case
-from skyrl_r3.bench.pipe import Child
+from skyrl_r3.bench.pipe import ENDING, Child
 
 _HOST = "127.0.0.1"
 _START_S = 300
-_ENDING = (signal.SIGINT, signal.SIGTERM)
 
 
 @dataclass
@@ -79,9 +78,9 @@ def start(stack: ExitStack, lines: Mapping[str, Any], router: str | None, folder
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Hold Ctrl-C and SIGTERM back, so that they never find a process that nobody knows of yet."""
+    """Hold :data:`ENDING` back, so that none of them ever finds a process that nobody knows of yet."""
     held: list[int] = []
-    handlers = {number: signal.signal(number, lambda got, _: held.append(got)) for number in _ENDING}
+    handlers = {number: signal.signal(number, lambda got, _: held.append(got)) for number in ENDING}
     try:
         yield
     finally:
