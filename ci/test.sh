@@ -23,7 +23,7 @@ step "pyright"
 step "contract tests, SkyRL 0.3"
 "$python" -m pytest contract_tests -q -p no:cacheprovider --disable-warnings
 step "contract tests, SkyRL 0.4"
-"$SKYRL_R3_PYTHON_04" -m pytest contract_tests/skyrl_0_4 -q -p no:cacheprovider --disable-warnings
+"$SKYRL_R3_PYTHON_04" -m pytest contract_tests/overlay/skyrl_0_4 -q -p no:cacheprovider --disable-warnings
 step "demo"
 bash "$here/demo.sh"
 step "done"

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from contract_tests.child import REPO, run_python
-from contract_tests.fake_skyrl import CONVERT, PREPROCESS
+from contract_tests.overlay.fake_skyrl import CONVERT, PREPROCESS
 
 PTH = "import skyrl_r3.autoload; skyrl_r3.autoload.start()\n"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contract_tests.manifest_suite import ManifestContract
+from contract_tests.overlay.manifest_suite import ManifestContract
 
 
 class TestManifest(ManifestContract):

@@ -18,9 +18,10 @@ from aiohttp import web
 from skyrl.backends.skyrl_train.inference_servers import remote_inference_client
 
 import skyrl_r3
-from contract_tests import canned, server_suite
+from contract_tests import canned
+from contract_tests.overlay import server_suite
+from contract_tests.overlay.server_suite import ENCODINGS, PROMPT, RESPONSE, ROUTES
 from contract_tests.replies import ASKS, FRAME, FRAME_TYPE, NESTED, PACKED, envelope, write
-from contract_tests.server_suite import ENCODINGS, PROMPT, RESPONSE, ROUTES
 from contract_tests.skyrl_server import Server, client_at, client_of, json_reply
 from skyrl_r3.errors import MissingRoutesError, ReplyError
 from skyrl_r3.hooks import client as client_hook

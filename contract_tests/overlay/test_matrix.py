@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from contract_tests.matrix_peer import expected
+from contract_tests.overlay.matrix_peer import expected
 from contract_tests.peer import Peer, PeerError, python_04, router
 
 SIDES = ("stock 0.3.0", "patched 0.3.0", "stock 0.4.0", "patched 0.4.0")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from contract_tests.fake_skyrl import manifest_of
+from contract_tests.overlay.fake_skyrl import manifest_of
 from skyrl_r3.manifest import Manifest
 
 

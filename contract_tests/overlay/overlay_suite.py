@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from contract_tests import fake_skyrl
 from contract_tests.child import run, run_python
-from contract_tests.fake_skyrl import MAIN_BLOCK, SERVER
-from contract_tests.line import LineContract
+from contract_tests.overlay import fake_skyrl
+from contract_tests.overlay.fake_skyrl import MAIN_BLOCK, SERVER
+from contract_tests.overlay.line import LineContract
 from skyrl_r3.manifest import Target
 
 ENDPOINTS = f"{SERVER}.VLLMServerActor._add_custom_endpoints"

@@ -8,10 +8,10 @@ from textwrap import dedent
 
 import pytest
 
-from contract_tests import fake_skyrl
 from contract_tests.child import run
-from contract_tests.fake_skyrl import CLIENT, PREPROCESS, TRAINER, manifest_030, manifest_of
-from contract_tests.manifest_suite import ManifestContract
+from contract_tests.overlay import fake_skyrl
+from contract_tests.overlay.fake_skyrl import CLIENT, PREPROCESS, TRAINER, manifest_030, manifest_of
+from contract_tests.overlay.manifest_suite import ManifestContract
 from skyrl_r3 import manifest
 from skyrl_r3.errors import DriftError, R3Error, UnsupportedSkyRLError
 from skyrl_r3.sources import Found, read_target

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from contract_tests import fake_skyrl
 from contract_tests.child import run
-from contract_tests.fake_skyrl import CLIENT, SERVER
-from contract_tests.overlay_suite import ENDPOINTS, RAW, OverlayContract
+from contract_tests.overlay import fake_skyrl
+from contract_tests.overlay.fake_skyrl import CLIENT, SERVER
+from contract_tests.overlay.overlay_suite import ENDPOINTS, RAW, OverlayContract
 
 
 class TestOverlay(OverlayContract):

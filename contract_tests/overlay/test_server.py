@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from contract_tests import server_suite
+from contract_tests.overlay import server_suite
+from contract_tests.overlay.server_suite import asking, assert_same, engine, request, with_and_without
 from contract_tests.replies import FRAME, NESTED
-from contract_tests.server_suite import asking, assert_same, engine, request, with_and_without
 
 
 class TestServer(server_suite.ServerContract):

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import skyrl_r3
-from contract_tests import canned, server_suite
-from contract_tests.replies import ASKS, FRAME, NESTED, PACKED, read
-from contract_tests.server_suite import (
+from contract_tests import canned
+from contract_tests.overlay import server_suite
+from contract_tests.overlay.server_suite import (
     LOGPROBS,
     POSITIONS,
     RESPONSE,
@@ -25,6 +25,7 @@ from contract_tests.server_suite import (
     request,
     with_and_without,
 )
+from contract_tests.replies import ASKS, FRAME, NESTED, PACKED, read
 
 ADAPTER = SimpleNamespace(lora_name="adapter", lora_int_id=1)
 REGISTRY = SimpleNamespace(

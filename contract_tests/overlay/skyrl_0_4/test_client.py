@@ -13,10 +13,11 @@ from aiohttp import web
 from skyrl.backends.skyrl_train.inference_servers import remote_inference_client
 
 import skyrl_r3
-from contract_tests import canned, client_suite, server_suite
-from contract_tests.client_suite import FAULTS, cut_off, generate, json_with, of_prompt, outcome_of
+from contract_tests import canned
+from contract_tests.overlay import client_suite, server_suite
+from contract_tests.overlay.client_suite import FAULTS, cut_off, generate, json_with, of_prompt, outcome_of
+from contract_tests.overlay.server_suite import ENCODINGS, PROMPT, RESPONSE, ROUTES
 from contract_tests.replies import ASKS, FRAME, NESTED, PACKED, URL, envelope, write
-from contract_tests.server_suite import ENCODINGS, PROMPT, RESPONSE, ROUTES
 from contract_tests.skyrl_server import Server, client_of, json_reply
 from skyrl_r3.errors import MissingRoutesError, ReplyError
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from contract_tests import fake_skyrl
 from contract_tests.child import run, run_python
-from contract_tests.fake_skyrl import CLIENT, CONVERT, PREPROCESS, SERVER, TRAINER, UTILS, manifest_030
+from contract_tests.overlay import fake_skyrl
+from contract_tests.overlay.fake_skyrl import CLIENT, CONVERT, PREPROCESS, SERVER, TRAINER, UTILS, manifest_030
 from skyrl_r3.sources import read_target
 
 P = f"{PREPROCESS}.{CONVERT}"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from contract_tests.fake_skyrl import CONVERT, PREPROCESS
-from contract_tests.ray_suite import RayContract
+from contract_tests.overlay.fake_skyrl import CONVERT, PREPROCESS
+from contract_tests.overlay.ray_suite import RayContract
 
 
 class TestRay(RayContract):

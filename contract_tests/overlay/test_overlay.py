@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from contract_tests import fake_skyrl
 from contract_tests.child import run, run_python
-from contract_tests.fake_skyrl import (
+from contract_tests.overlay import fake_skyrl
+from contract_tests.overlay.fake_skyrl import (
     CLIENT,
     CONVERT,
     GENERATOR,
@@ -19,7 +19,7 @@ from contract_tests.fake_skyrl import (
     UTILS,
     manifest_030,
 )
-from contract_tests.overlay_suite import ENDPOINTS, ENDS, OverlayContract
+from contract_tests.overlay.overlay_suite import ENDPOINTS, ENDS, OverlayContract
 
 TARGETS = [target.name for target in manifest_030().targets]
 MODULES = list(dict.fromkeys(target.module for target in manifest_030().targets))

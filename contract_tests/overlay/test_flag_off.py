@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contract_tests.flag_off_suite import FlagOffContract
+from contract_tests.overlay.flag_off_suite import FlagOffContract
 
 
 class TestFlagOff(FlagOffContract):

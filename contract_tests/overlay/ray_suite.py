@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from contract_tests import fake_skyrl
 from contract_tests.child import REPO, run_python
+from contract_tests.overlay import fake_skyrl
 
 # A task with a runtime_env of its own gets a worker process of its own, so that one Ray serves several cases.
 DRIVER = """

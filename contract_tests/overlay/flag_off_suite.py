@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from contract_tests.child import run_python
-from contract_tests.fake_skyrl import CLIENT
+from contract_tests.overlay.fake_skyrl import CLIENT
 
 # Real client, real sockets. The server keeps what it got as raw bytes and answers as vLLM's endpoint does.
 CODE = f"""

@@ -14,8 +14,8 @@ import inspect
 from pathlib import Path
 
 from contract_tests.child import run
-from contract_tests.fake_skyrl import CLIENT, SERVER
-from contract_tests.line import LineContract
+from contract_tests.overlay.fake_skyrl import CLIENT, SERVER
+from contract_tests.overlay.line import LineContract
 from skyrl_r3 import manifest
 from skyrl_r3.manifest import Target
 from skyrl_r3.sources import read_target

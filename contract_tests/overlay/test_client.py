@@ -11,10 +11,10 @@ import pytest
 from skyrl.backends.skyrl_train.inference_servers import remote_inference_client
 
 import skyrl_r3
-from contract_tests import client_suite
-from contract_tests.client_suite import FAULTS, cut_off, generate, of_prompt
+from contract_tests.overlay import client_suite
+from contract_tests.overlay.client_suite import FAULTS, cut_off, generate, of_prompt
+from contract_tests.overlay.server_suite import ENCODINGS, PROMPT, RESPONSE, ROUTES
 from contract_tests.replies import FRAME, NESTED, PACKED, write
-from contract_tests.server_suite import ENCODINGS, PROMPT, RESPONSE, ROUTES
 from contract_tests.skyrl_server import Server, client_of, json_reply
 from skyrl_r3 import RoutedExperts, autoload
 from skyrl_r3.errors import OverlayError, ReplyError
