@@ -115,6 +115,8 @@ def from_buffer(data: Any, *, shape: Any, dtype: Any) -> np.ndarray:
         CodecError: No such shape or dtype, another number of bytes, a negative id, or ids that a smaller dtype holds.
     """
     size = _size(shape, dtype)
+    if not memoryview(data).c_contiguous:
+        raise CodecError("routed_experts", expected="bytes without gaps", got=describe(data))
     if memoryview(data).nbytes != size:
         raise CodecError("routed_experts", expected=f"{size} bytes", got=f"{memoryview(data).nbytes} bytes")
     array = np.frombuffer(data, dtype=DTYPES[dtype]).reshape(shape)
@@ -219,8 +221,9 @@ def _size(shape: object, dtype: object) -> int:
 
 def _checked_base64(data: object, size: int) -> bytearray:
     """The ``size`` bytes that ``data`` encodes."""
-    if not isinstance(data, str | bytes | bytearray | memoryview):
-        raise CodecError("routed_experts.data", expected="base64", got=describe(data))
+    plain = not isinstance(data, memoryview) or (data.c_contiguous and data.itemsize == 1)
+    if not isinstance(data, str | bytes | bytearray | memoryview) or not plain:
+        raise CodecError("routed_experts.data", expected="base64 as text or bytes", got=describe(data))
     expected = 4 * ((size + 2) // 3)
     if len(data) != expected:
         raise CodecError(

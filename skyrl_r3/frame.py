@@ -131,6 +131,8 @@ def load(body: bytes | bytearray | memoryview) -> Reply:
 def _header(body: bytes | bytearray | memoryview) -> tuple[dict[str, Any], memoryview]:
     """The header and the bytes behind it."""
     view = memoryview(body)
+    if not view.c_contiguous or view.itemsize != 1:
+        raise ReplyError("frame", expected="bytes without gaps", got=describe(body))
     size = int.from_bytes(view[:8], "little") if len(view) >= 8 else 0
     if not 0 < size <= min(len(view) - 8, _MAX_HEADER_BYTES):
         expected = f"a header of 1 to {_MAX_HEADER_BYTES} bytes in the body"

@@ -34,7 +34,7 @@ class Applied:
     @property
     def replacement(self) -> Any:
         """The function in ``now``; its ``__wrapped__`` is the original."""
-        return getattr(self.now, "__func__", self.now)
+        return _function(self.now)
 
     def current(self) -> Any:
         """What is there now."""
@@ -47,16 +47,26 @@ class Applied:
             return ""
         return f"{getattr(current, '__module__', '?')}.{getattr(current, '__qualname__', repr(current))}"
 
+    def is_out(self) -> bool:
+        """Whether somebody has put back what we found, or a function that what we found goes around."""
+        function, found = _function(self.current()), _function(self.before)
+        while found is not None and found is not function:
+            found = getattr(found, "__wrapped__", None)
+        return found is function
+
     def undo(self) -> None:
         """Put ``before`` back, unless somebody else has replaced ``now``."""
         if self.current() is self.now:
             setattr(self.owner, self.name, self.before)
-        if self.current() is self.before:
+        if self.is_out():
             ledger.remove(self)
 
 
 ledger: list[Applied] = []
 """In the order of their replacement. The overlay's lock guards it."""
+
+_replacements: list[Any] = []
+"""All there ever were in this process. One that was taken back may still be where it was imported by name."""
 
 
 def apply(target: Target, module: Any, refuse_with: OverlayError | None = None) -> Applied:
@@ -65,13 +75,13 @@ def apply(target: Target, module: Any, refuse_with: OverlayError | None = None) 
     before = inspect.getattr_static(owner, name)
     for applied in list(ledger):
         if applied.owner is owner and applied.name == name:
-            if applied.current() is not applied.before:
+            if not applied.is_out():
                 return applied
-            ledger.remove(applied)  # Somebody has put SkyRL's own function back.
+            ledger.remove(applied)
     kind = type(before) if isinstance(before, staticmethod | classmethod) else None
-    function: Any = before.__func__ if kind else before
-    if any(applied.replacement is function for applied in ledger):
-        # Imported by name from a module that is patched already.
+    function = _function(before)
+    if _is_ours(function):
+        # Imported by name from a module that was patched at that time.
         before = function = function.__wrapped__
     # One function under several names has one replacement: pickle finds functions by name and identity.
     made = (applied.replacement for applied in ledger if applied.replacement.__wrapped__ is function)
@@ -86,9 +96,26 @@ def apply(target: Target, module: Any, refuse_with: OverlayError | None = None) 
         target=target.name, refuses=refuses, module=module, owner=owner, name=name, before=before, now=now
     )
     setattr(owner, name, now)
+    _replacements.append(replacement)
     ledger.append(applied)
     logger.info("%s %s", "Guarded" if refuses else "Patched", target.name)
     return applied
+
+
+def put_back(target: Target, module: Any) -> None:
+    """Put SkyRL's function in the place of a replacement that was taken back after ``module`` had imported it."""
+    owner, name = _owner(module, target.attribute)
+    bound = inspect.getattr_static(owner, name)
+    if _is_ours(bound) and not any(applied.owner is owner and applied.now is bound for applied in ledger):
+        setattr(owner, name, bound.__wrapped__)
+
+
+def _function(attribute: Any) -> Any:
+    return getattr(attribute, "__func__", attribute)
+
+
+def _is_ours(function: Any) -> bool:
+    return any(function is replacement for replacement in _replacements)
 
 
 def _owner(module: Any, attribute: str) -> tuple[Any, str]:

@@ -16,7 +16,7 @@ from typing import Any
 
 from skyrl_r3 import autoload, manifest
 from skyrl_r3.errors import OverlayError, UnsupportedSkyRLError
-from skyrl_r3.ledger import apply, ledger
+from skyrl_r3.ledger import apply, ledger, put_back
 from skyrl_r3.manifest import Target
 
 logger = logging.getLogger(__name__)
@@ -159,7 +159,8 @@ def module_loaded(module: Any, module_name: str) -> None:
         # After a reload the module's functions are SkyRL's again.
         ledger[:] = [applied for applied in ledger if applied.module is not module or not applied.superseded_by()]
         targets = [target for target in plan.manifest.targets if target.module == module_name]
-        if _error(plan) is None:
+        on = autoload.installed()  # Or it was disabled while the module was being executed.
+        if on and _error(plan) is None:
             try:
                 for target in targets:
                     apply(target, module)
@@ -167,7 +168,9 @@ def module_loaded(module: Any, module_name: str) -> None:
             except Exception as error:
                 _fail(error)
         for target in targets:
-            _refuse(plan, target, module)
+            _restore(plan, target, module)
+            if on:
+                _refuse(plan, target, module)
 
 
 def _fail(error: Exception) -> None:
@@ -186,6 +189,14 @@ def _fail(error: Exception) -> None:
     for applied in list(ledger):
         applied.undo()
         _refuse(plan, targets[applied.target], applied.module)
+
+
+def _restore(plan: manifest.Plan, target: Target, module: Any) -> None:
+    if plan.found[target.name] is not None:
+        try:
+            put_back(target, module)
+        except Exception:
+            logger.exception("skyrl-r3 could not put %s back", target.name)
 
 
 def _refuse(plan: manifest.Plan, target: Target, module: Any) -> None:

@@ -200,7 +200,8 @@ def _reply(output: Any, request: dict[str, Any], num_experts: int | None) -> Rep
                 FLOORED_LOGPROB,
                 getattr(output, "request_id", "unknown"),
             )
-    routes = completion.routed_experts
+    # A vLLM that knows no routes has no such attribute. The client's error names the flag; a 500 would be tried again.
+    routes = getattr(completion, "routed_experts", None)
     if routes is not None and not getattr(getattr(routes, "flags", None), "owndata", False):
         # The reply is sent from the array's own memory. One that vLLM has made for this request owns it (0.30.0
         # concatenates chunks); what is a view may be written again before the last byte is out.
