@@ -66,13 +66,18 @@ def run(
 
 
 def run_python(
-    command: Sequence[str], *, path: Sequence[Path | str] = (), env: Mapping[str, str] | None = None, check: bool = True
+    command: Sequence[str],
+    *,
+    path: Sequence[Path | str] = (),
+    env: Mapping[str, str] | None = None,
+    check: bool = True,
+    cwd: Path | str = "/",
 ) -> Ran:
     """Run ``command`` with ``path`` as its PYTHONPATH, away from the checkout, and without a switch of this process."""
     inherited = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "SKYRL_R3")}
     inherited |= {"PYTHONPATH": os.pathsep.join(str(folder) for folder in path), "CUDA_VISIBLE_DEVICES": ""}
     ran = subprocess.run(
-        command, env=inherited | dict(env or {}), capture_output=True, text=True, cwd="/", timeout=300, check=False
+        command, env=inherited | dict(env or {}), capture_output=True, text=True, cwd=cwd, timeout=300, check=False
     )
     if check:
         assert ran.returncode == 0, f"status {ran.returncode}\n{ran.stdout}\n{ran.stderr}"

@@ -9,13 +9,16 @@ from __future__ import annotations
 import base64
 import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from hypothesis import settings
 from hypothesis import strategies as st
 
-Array = np.ndarray[Any, Any]
+from contract_tests import oracle
+from contract_tests.adapter import Array, Reply
+
 Shape = tuple[int, int, int]
 
 EDGE_IDS = (0, 1, 7, 127, 128, 254, 255, 256, 257, 383, 511, 32766, 32767, 32768, 65535, 65536, 2**31 - 1)
@@ -30,46 +33,33 @@ class Tagged(np.ndarray):
     """A numpy subclass, as xarray-like wrappers and memory maps are."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Routes:
-    """Ids to be encoded, and what must come back.
+    """Ids to be encoded, and what must come back. Made by :func:`lay_out`, as its repr says.
 
     Attributes:
         given: What the code under test gets, of any layout.
         values: The same ids as int64, C order, in memory of their own.
         buffer: The array that owns the memory of ``given``, for tests that write to it afterwards.
-        layout: Name of the layout, for hypothesis' report.
+        ids: What they were laid out from.
+        layout: Name of the layout.
     """
 
     given: Any
     values: Array
+    buffer: Any
+    ids: Array
     layout: str
-    buffer: Any = field(repr=False, default=None)
+
+    def __repr__(self) -> str:
+        return f"lay_out({pasteable(self.ids)}, {self.layout!r})"
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(repr(self))  # Hypothesis would print the fields of a dataclass.
 
     def overwrite(self) -> None:
         """Do what an engine does that reuses its buffer: change every id in place."""
         self.buffer[...] = self.buffer == 0
-
-
-def wire_dtype(max_id: int) -> str:
-    """The name of the dtype that the design gives to a largest id, worked out apart from the codec."""
-    if max_id < 0 or max_id >= 1 << 31:
-        raise AssertionError(f"no dtype of the wire holds {max_id}")
-    return "uint8" if max_id < 1 << 8 else "int16" if max_id < 1 << 15 else "int32"
-
-
-def assert_canonical(array: Any, values: Array) -> None:
-    """``array`` has the ids of ``values`` and everything else that the codec promises.
-
-    ``np.array_equal`` alone would take a float or an int64 array for right.
-    """
-    assert type(array) is np.ndarray
-    assert array.dtype.str == np.dtype(wire_dtype(int(values.max(initial=0)))).str
-    assert array.shape == values.shape
-    assert array.tolist() == values.tolist()
-    assert array.flags.writeable
-    assert array.flags.c_contiguous
-    assert array.flags.aligned
 
 
 # Layouts: each takes C-ordered ids and gives an array of the same ids, and the array that owns its memory.
@@ -106,6 +96,16 @@ def _reversed_rows(ids: Array) -> tuple[Any, Any]:
 def _reversed_all(ids: Array) -> tuple[Any, Any]:
     buffer = ids[::-1, ::-1, ::-1].copy()
     return buffer[::-1, ::-1, ::-1], buffer
+
+
+def _reversed_layers(ids: Array) -> tuple[Any, Any]:
+    buffer = ids[:, ::-1].copy()
+    return buffer[:, ::-1], buffer
+
+
+def _reversed_topk(ids: Array) -> tuple[Any, Any]:
+    buffer = ids[:, :, ::-1].copy()
+    return buffer[:, :, ::-1], buffer
 
 
 def _transposed(ids: Array) -> tuple[Any, Any]:
@@ -180,6 +180,8 @@ LAYOUTS: dict[str, Callable[[Array], tuple[Any, Any]]] = {
     "sliced": _sliced,
     "tail": _tail,
     "reversed_rows": _reversed_rows,
+    "reversed_layers": _reversed_layers,
+    "reversed_topk": _reversed_topk,
     "reversed_all": _reversed_all,
     "transposed": _transposed,
     "layers_first": _layers_first,
@@ -207,7 +209,21 @@ def lay_out(ids: Array, layout: str) -> Routes:
     given, buffer = ALL_LAYOUTS[layout](ids)
     # Broadcast layouts repeat the first row, so what comes back is read from the result.
     values = np.array(given.numpy() if layout in TENSOR_LAYOUTS else given, dtype=np.int64, order="C", subok=False)
-    return Routes(given, values, layout, buffer)
+    return Routes(given, values, buffer, ids, layout)
+
+
+def pasteable(array: Array) -> str:
+    """``array`` as code. numpy's own repr leaves out the middle of a large one, and the shape of an empty one."""
+    return f"np.array({array.tolist()}, {array.dtype.name!r}).reshape({array.shape})"
+
+
+def more(factor: int) -> settings:
+    """``factor`` times the examples of the profile, for what is cheap and where chance finds more than thought.
+
+    Five times as many again at night.
+    """
+    at_night = 5 if settings.get_current_profile_name() == "nightly" else 1
+    return settings(max_examples=factor * at_night * settings().max_examples)
 
 
 def shapes() -> st.SearchStrategy[Shape]:
@@ -216,6 +232,11 @@ def shapes() -> st.SearchStrategy[Shape]:
     return st.one_of(
         small, st.sampled_from([(0, 48, 8), (1, 1, 1), (1, 48, 8), (300, 3, 2), (257, 1, 1), (400, 1, 8), (5, 0, 8)])
     )
+
+
+def full_shapes() -> st.SearchStrategy[Shape]:
+    """The same without those that hold no id."""
+    return shapes().filter(all)
 
 
 @st.composite
@@ -232,9 +253,10 @@ def ids(draw: st.DrawFn, max_ids: tuple[int, ...] = EDGE_IDS, shape: Shape | Non
 
 
 @st.composite
-def routes(draw: st.DrawFn, layouts: tuple[str, ...] = tuple(ALL_LAYOUTS)) -> Routes:
+def routes(draw: st.DrawFn, layouts: tuple[str, ...] = tuple(ALL_LAYOUTS), *, empty: bool = True) -> Routes:
     """Routes of any shape, dtype, range and layout."""
-    return lay_out(draw(ids()), draw(st.sampled_from(layouts)))
+    shape = None if empty else draw(full_shapes())
+    return lay_out(draw(ids(shape=shape)), draw(st.sampled_from(layouts)))
 
 
 # Wrong envelopes.
@@ -249,13 +271,6 @@ class Malformed:
     mutation: str
 
 
-def envelope(array: Array) -> dict[str, Any]:
-    """The packed envelope of ``array`` as it is, written without the codec."""
-    little = np.ascontiguousarray(array).astype(array.dtype.newbyteorder("<"))
-    data = base64.b64encode(little.tobytes()).decode("ascii")
-    return {"data": data, "shape": list(array.shape), "dtype": array.dtype.name}
-
-
 NOT_OBJECTS: tuple[Any, ...] = (None, True, 0, 1.5, "AAECAw==", b"AAEC", [], ["data", "shape", "dtype"], (), {1, 2})
 WRONG_DTYPES: tuple[Any, ...] = (
     "<i2", "=i2", ">i2", "|u1", "u1", "i2", "int8", "uint16", "int64", "uint32", "float32", "float16", "bool",
@@ -266,8 +281,9 @@ WRONG_SHAPES: tuple[Any, ...] = (
     None, True, 12, 12.0, "232", "[2,3,2]", b"\x02\x03\x02", {}, {2: 0, 3: 0, 1: 0}, {2, 3, 4}, range(2, 5), [],
     [12], [6, 2], [2, 3, 2, 1], [True, 3, 2], [2, True, 6], [2, 3, False], [2.0, 3, 2], [2, 3, 2.0],
     ["2", "3", "2"], [2, 3, None], [[2], [3], [2]], [-2, 3, -2], [2, -3, 2], [-1, 3, 2], [np.int64(2), 3, 2],
-    [2, 3, float("nan")], [2, 3, float("inf")], [2**40, 1, 1], [1, 2**31 + 1, 1], [2**20, 2**10, 8], [2**32, 2**32, 1],
-    [2**63, 2**63, 2**63], [2**64 - 1, 1, 1],
+    [2, 3, float("nan")], [2, 3, float("inf")], [2.0, 3.0, 2.0],
+    [1, 2, 3, 2], "2,3,2", [True, 3, 4], [2**40, 1, 1], [1, 2**31 + 1, 1], [2**20, 2**10, 8],
+    [2**32, 2**32, 1],    [2**63, 2**63, 2**63], [2**64 - 1, 1, 1],
 )  # fmt: skip
 WRONG_DATA: tuple[Any, ...] = (None, True, 0, 1.5, [], ["AAAA"], {}, {"data": "AAAA"}, [65, 65, 65, 65])
 FOREIGN = "\n\r\t \x00!-_.,=%\"'\\é€"
@@ -283,7 +299,7 @@ def _ending(remainder: int) -> st.SearchStrategy[Shape]:
 def _set_pad_bits(draw: st.DrawFn) -> Malformed:
     remainder = draw(st.sampled_from([1, 2]))
     array = draw(ids(max_ids=(200,), shape=draw(_ending(remainder)))).astype(np.uint8)
-    wrong = envelope(array)
+    wrong = oracle.envelope(array)
     alphabet = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
     pad = 3 - remainder
     body, last = wrong["data"][: -pad - 1], wrong["data"][-pad - 1]
@@ -296,7 +312,7 @@ def _set_pad_bits(draw: st.DrawFn) -> Malformed:
 def _wrong_data(draw: st.DrawFn) -> Malformed:
     shape = draw(st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3)))
     max_id = draw(st.sampled_from([255, 256, 32768]))
-    right = envelope(draw(ids(max_ids=(max_id,), shape=shape)).astype(wire_dtype(max_id)))
+    right = oracle.envelope(draw(ids(max_ids=(max_id,), shape=shape)).astype(oracle.smallest(max_id)))
     data = right["data"]
     raw = base64.b64decode(data)
     item = np.dtype(right["dtype"]).itemsize
@@ -339,7 +355,7 @@ def _wrong_ids(draw: st.DrawFn) -> Malformed:
     if draw(st.booleans()):
         array = small.astype(draw(st.sampled_from(["int16", "int32"])))
         array.reshape(-1)[draw(st.integers(0, array.size - 1))] = draw(st.sampled_from([-1, -2, -128, -32768]))
-        return Malformed(envelope(array), "routed_experts", "negative id")
+        return Malformed(oracle.envelope(array), "routed_experts", "negative id")
     wide = draw(
         st.sampled_from(
             [
@@ -350,12 +366,12 @@ def _wrong_ids(draw: st.DrawFn) -> Malformed:
             ]
         )
     )
-    return Malformed(envelope(wide), "routed_experts.dtype", "wider than needed")
+    return Malformed(oracle.envelope(wide), "routed_experts.dtype", "wider than needed")
 
 
 @st.composite
 def _wrong_structure(draw: st.DrawFn) -> Malformed:
-    right = envelope(np.arange(256, 268, dtype=np.int16).reshape(2, 3, 2))
+    right = oracle.envelope(np.arange(256, 268, dtype=np.int16).reshape(2, 3, 2))
     kind = draw(st.sampled_from(["not an object", "keys", "dtype", "shape"]))
     if kind == "not an object":
         return Malformed(draw(st.sampled_from(NOT_OBJECTS)), "routed_experts", kind)
@@ -394,28 +410,6 @@ def json_values(leaves: st.SearchStrategy[Any] | None = None) -> st.SearchStrate
     )
 
 
-@st.composite
-def mutations(draw: st.DrawFn, body: bytes) -> bytes:
-    """``body`` after one to three byte-level accidents: a flip, a cut, an insertion, a piece sent twice."""
-    for _ in range(draw(st.integers(1, 3))):
-        at, to = sorted((draw(st.integers(0, len(body))), draw(st.integers(0, len(body)))))
-        kind = draw(st.sampled_from(["flip", "cut", "end", "insert", "duplicate", "replace"]))
-        if kind == "flip" and at < len(body):
-            body = body[:at] + bytes([body[at] ^ (1 << draw(st.integers(0, 7)))]) + body[at + 1 :]
-        elif kind == "cut":
-            body = body[:at] + body[to:]
-        elif kind == "end":
-            body = body[:at]
-        elif kind == "insert":
-            body = body[:at] + draw(st.binary(min_size=1, max_size=4)) + body[at:]
-        elif kind == "duplicate":
-            body = body[:to] + body[at:to] + body[to:]
-        else:
-            # Bytes that mean something to JSON or base64 get further than random ones.
-            body = body[:at] + bytes([draw(st.sampled_from(b'0123456789AZaz+/=[]{}",:-. \n'))]) + body[at + 1 :]
-    return body
-
-
 # Replies.
 
 VECTOR_LAYOUTS: dict[str, Callable[[Array], Array]] = {
@@ -428,8 +422,13 @@ VECTOR_LAYOUTS: dict[str, Callable[[Array], Array]] = {
 }
 NATIVE_LAYOUTS = tuple(name for name in VECTOR_LAYOUTS if name != "big_endian")
 
-LOGPROBS = st.floats(-9999, 0, width=32) | st.sampled_from([-9999.0, -0.0, 0.0, -1e-45, -1.1754943508222875e-38])
+LOGPROBS = st.floats(-9999, 0, width=32) | st.sampled_from(
+    [-9999.0, -0.0, 0.0, -1.401298464324817e-45, -1.1754943508222875e-38]
+)
 """What float32 holds exactly."""
+
+
+TEXT = st.text(st.characters(codec="utf-8"), max_size=8)
 
 
 @st.composite
@@ -462,3 +461,20 @@ def reply_fields(
         dtype = draw(st.sampled_from(dtypes))
         fields["logprobs"] = VECTOR_LAYOUTS[draw(st.sampled_from(layouts))](np.array(values, dtype))
     return fields, captured
+
+
+@st.composite
+def replies(draw: st.DrawFn) -> Reply:
+    """Whole replies, with logprobs that a float32 holds. The number of rows is anybody's."""
+    tokens = draw(st.lists(st.integers(0, 2**31 - 1) | st.just(2**31 - 1), max_size=12))
+    logprobs = draw(st.none() | st.lists(LOGPROBS, min_size=len(tokens), max_size=len(tokens)))
+    captured = draw(st.none() | ids(shape=draw(full_shapes())))
+    numbers = st.none() | st.integers(0, 2**31)
+    told = {name: draw(numbers) for name in ("prompt_tokens", "start", "num_experts")} | {"model": draw(TEXT)}
+    return Reply(
+        token_ids=tokens,
+        finish_reason=draw(st.none() | st.sampled_from(["stop", "length", "abort", ""]) | TEXT),
+        logprobs=logprobs,
+        routes=None if captured is None else oracle.canonical(captured),
+        metadata={name: value for name, value in told.items() if value not in (None, "")},
+    )

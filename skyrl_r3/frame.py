@@ -76,7 +76,7 @@ def pieces(reply: Reply) -> list[Buffer]:
 
 def is_frame(body: bytes | bytearray | memoryview) -> bool:
     """Whether ``body`` begins like a safetensors document. JSON cannot: it has no NUL."""
-    return len(body) > 8 and body[7] == 0
+    return len(body) > 7 and body[7] == 0
 
 
 def load(body: bytes | bytearray | memoryview) -> Reply:

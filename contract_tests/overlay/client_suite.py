@@ -94,11 +94,11 @@ _FRAME = write(FRAME, RESPONSE, ROUTES)
 
 # Replies that arrived whole and are wrong, with the field that is.
 WRONG: dict[str, tuple[Any, str]] = {
-    "no dtype": (json_with({"data": "AAEC", "shape": [1, 1, 3]}), "routed_experts"),  # R35
+    "no dtype": (json_with({"data": "AAEC", "shape": [1, 1, 3]}), "routed_experts"),
     "bytes missing": (json_with({"data": "AAEC", "shape": [7, 3, 2], "dtype": "uint8"}), "routed_experts.data"),
     "not canonical": (json_with({"data": "AQA=", "shape": [1, 1, 1], "dtype": "int16"}), "routed_experts.dtype"),
     "ragged lists": (json_with([[[1, 2]], [[1]]]), "routed_experts"),
-    ".npy": (json_with("k05VTVBZAQB2AHsn"), "routed_experts"),  # R48
+    ".npy": (json_with("k05VTVBZAQB2AHsn"), "routed_experts"),
     "no choices": ({"error": "none"}, "choices"),
     "empty choices": ({"choices": []}, "choices"),
     "token ids as text": (json_with(envelope(ROUTES), token_ids="926"), "token_ids"),
@@ -110,7 +110,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     "frame not canonical": (write(FRAME, RESPONSE, ROUTES.astype(np.int16)), "routed_experts.dtype"),
     "frame with a negative id": (write(FRAME, RESPONSE, ROUTES.astype(np.int16) - 999), "routed_experts"),
     "frame with NaN": (write(FRAME, RESPONSE, ROUTES, [-0.5, float("nan"), -1.0]), "logprobs"),
-    "frame for another prompt": (write(FRAME, RESPONSE, ROUTES, prompt_tokens=4), "prompt_tokens"),  # R60
+    "frame for another prompt": (write(FRAME, RESPONSE, ROUTES, prompt_tokens=4), "prompt_tokens"),
     "frame for another start": (write(FRAME, RESPONSE, ROUTES, start=2), "start"),
 }
 for _encoding in ENCODINGS:
@@ -120,7 +120,7 @@ for _encoding in ENCODINGS:
             write(_encoding, RESPONSE, np.concatenate([ROUTES, ROUTES[:1]])),
             "routed_experts.shape",
         ),
-        f"{_encoding}: rows of another prompt length": (  # R60
+        f"{_encoding}: rows of another prompt length": (
             write(_encoding, RESPONSE, canned.routes_of([1, 2])),
             "routed_experts.shape",
         ),
@@ -193,6 +193,7 @@ class ClientContract:
 
     # What arrives
 
+    @pytest.mark.case("R89")
     @pytest.mark.parametrize("encoding", ENCODINGS)
     async def test_routes_arrive_as_an_array(self, encoding: str) -> None:
         server = Server(lambda number, body: write(encoding, RESPONSE, ROUTES, [-0.5, -1.0, -1.5]))
@@ -200,7 +201,7 @@ class ClientContract:
             output = await generate(client, logprobs=0)
         (routes,) = output["rollout_expert_indices"]
         np.testing.assert_array_equal(self.ids(routes), ROUTES, strict=True)
-        # R89: those of a frame are a view of the body's bytes, which nobody may write.
+        # Those of a frame are a view of the body's bytes, which nobody may write.
         assert self.ids(routes).flags.writeable is (encoding == PACKED)
         assert self.ids(routes).flags.c_contiguous
         assert output["response_ids"] == [RESPONSE]
@@ -210,9 +211,10 @@ class ClientContract:
             assert type(values) is list
             assert {type(value) for value in values} == {kind}
 
+    @pytest.mark.case("R34")
     @pytest.mark.parametrize("encoding", ENCODINGS)
     @pytest.mark.parametrize("dtype", [np.int16, np.int32])
-    async def test_large_ids_arrive_in_their_dtype(self, encoding: str, dtype: type) -> None:  # R34
+    async def test_large_ids_arrive_in_their_dtype(self, encoding: str, dtype: type) -> None:
         routes = ROUTES.astype(dtype) + {np.int16: 300, np.int32: 40_000}[dtype]
         async with client_of(Server(lambda number, body: write(encoding, RESPONSE, routes))) as client:
             output = await generate(client)
@@ -306,8 +308,9 @@ class ClientContract:
 
     # What is wrong
 
+    @pytest.mark.case("R22", "R35", "R46", "R48", "R60")
     @pytest.mark.parametrize("case", WRONG)
-    async def test_a_wrong_reply_is_an_error_at_once_and_not_generated_again(self, case: str) -> None:  # R46
+    async def test_a_wrong_reply_is_an_error_at_once_and_not_generated_again(self, case: str) -> None:
         body, field = WRONG[case]
         server = Server(lambda number, _: json_reply(body))
         async with client_of(server) as client:
@@ -318,10 +321,9 @@ class ClientContract:
         assert len(server.requests) == 1
         assert self.asyncio.pauses == []
 
+    @pytest.mark.case("R07", "R54")
     @pytest.mark.parametrize("encoding", ENCODINGS)
-    async def test_no_routes_is_an_error_that_names_the_server_flag_and_the_trajectory(
-        self, encoding: str
-    ) -> None:  # R07, R54
+    async def test_no_routes_is_an_error_that_names_the_server_flag_and_the_trajectory(self, encoding: str) -> None:
         def answer(number: int, body: dict[str, Any]) -> Any:
             return write(encoding, RESPONSE, None) if body["token_ids"][0] == 5 else of_prompt(body, encoding)
 
@@ -352,6 +354,55 @@ class ClientContract:
         np.testing.assert_array_equal(self.ids(output["rollout_expert_indices"][0]), ROUTES)
         assert len(server.requests) == 4
 
+    @pytest.mark.case("R55")
+    async def test_the_client_waits_for_ever_as_in_stock(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The longest rollouts are not the ones to lose. No request has a timeout of its own either."""
+        given, request = [], aiohttp.ClientSession._request
+
+        async def seen(self: Any, *args: Any, **kwargs: Any) -> Any:
+            given.append((self.timeout, kwargs.get("timeout")))
+            return await request(self, *args, **kwargs)
+
+        monkeypatch.setattr(aiohttp.ClientSession, "_request", seen)
+        async with client_of(Server(lambda number, body: of_prompt(body))) as client:
+            await generate(client)
+        ((session, own),) = given
+        assert (session.total, session.sock_read, own) == (None, None, None)
+
+    @pytest.mark.case("R71")
+    @pytest.mark.parametrize("encoding", ENCODINGS)
+    async def test_one_corrupt_reply_among_many_is_named(self, encoding: str) -> None:
+        def answer(number: int, body: dict[str, Any]) -> bytes:
+            prompt = body["token_ids"]
+            routes = canned.routes_of([*prompt, *RESPONSE][:-1])
+            return write(encoding, RESPONSE, routes[:-1] if prompt[0] == 37 else routes)
+
+        async with client_of(Server(answer)) as client:
+            with pytest.raises(ReplyError) as caught:
+                await generate(client, [[i, 1, 2] for i in range(64)])
+        assert caught.value.where.endswith(", session t37")
+        assert caught.value.field == "routed_experts.shape"
+
+    @pytest.mark.case("R18")
+    @pytest.mark.parametrize("encoding", ENCODINGS)
+    async def test_a_request_that_fails_takes_no_other_with_it(self, encoding: str) -> None:
+        """In calls of their own, as trajectories make them: one batch fails as a whole, as in stock."""
+
+        def answer(number: int, body: dict[str, Any]) -> Any:
+            if body["token_ids"][0] == 5:
+                return json_reply({"error": {"message": "a worker died"}}, 500)
+            return of_prompt(body, encoding)
+
+        prompts = [[i, i + 1] for i in range(16)]
+        async with client_of(Server(answer)) as client:
+            calls = [generate(client, [prompt]) for prompt in prompts]
+            outputs: list[Any] = await asyncio.gather(*calls, return_exceptions=True)
+        failed = outputs.pop(5)
+        assert (type(failed), failed.message) == (aiohttp.ClientResponseError, "a worker died")
+        for prompt, output in zip(prompts[:5] + prompts[6:], outputs, strict=True):
+            (routes,) = output["rollout_expert_indices"]
+            np.testing.assert_array_equal(self.ids(routes), canned.routes_of([*prompt, *RESPONSE][:-1]), strict=True)
+
     @pytest.mark.parametrize("status", [400, 404, 422, 500])
     async def test_errors_that_the_server_explains_are_raised_with_its_words(self, status: int) -> None:
         server = Server(lambda number, body: json_reply({"error": {"message": "no such model"}}, status))
@@ -379,8 +430,9 @@ class ClientContract:
             output = await generate(client)
         np.testing.assert_array_equal(self.ids(output["rollout_expert_indices"][0]), ROUTES)
 
+    @pytest.mark.case("R31")
     @pytest.mark.parametrize("encoding", ENCODINGS)
-    async def test_a_compressed_reply_is_read(self, encoding: str) -> None:  # R31
+    async def test_a_compressed_reply_is_read(self, encoding: str) -> None:
         def answer(number: int, body: dict[str, Any]) -> web.Response:
             response = json_reply(write(encoding, RESPONSE, ROUTES))
             response.enable_compression(web.ContentCoding.gzip)
@@ -408,13 +460,55 @@ class ClientContract:
             output = await generate(client)
         np.testing.assert_array_equal(self.ids(output["rollout_expert_indices"][0]), ROUTES)
 
+    @pytest.mark.case("R18")
     @pytest.mark.parametrize("encoding", [*ENCODINGS, NESTED])
-    async def test_many_replies_at_once_stay_with_their_prompts(self, encoding: str) -> None:  # R18
+    async def test_many_replies_at_once_stay_with_their_prompts(self, encoding: str) -> None:
         prompts = [[i, i + 1, *range(i % 5)] for i in range(64)]
         async with client_of(Server(lambda number, body: of_prompt(body, encoding))) as client:
             output = await generate(client, prompts)
         for prompt, routes in zip(prompts, output["rollout_expert_indices"], strict=True):
             np.testing.assert_array_equal(self.ids(routes), canned.routes_of([*prompt, *RESPONSE][:-1]))
+
+    @pytest.mark.case("R54")
+    @pytest.mark.parametrize("encoding", ENCODINGS)
+    async def test_every_reply_of_one_connection_has_its_routes(self, encoding: str) -> None:
+        connections = set()
+
+        async def noting(request: web.Request) -> web.Response:
+            connections.add(request.get_extra_info("peername"))
+            return json_reply(of_prompt(await request.json(), encoding))
+
+        async with client_of(Server(lambda number, body: noting)) as client:
+            outputs = [await generate(client, [[i, i + 1]]) for i in range(3)]
+        assert len(connections) == 1
+        for i, output in enumerate(outputs):
+            (routes,) = output["rollout_expert_indices"]
+            np.testing.assert_array_equal(self.ids(routes), canned.routes_of([i, i + 1, *RESPONSE][:-1]), strict=True)
+
+    @pytest.mark.case("R58")
+    async def test_many_large_replies_arrive_and_no_more_are_under_way_than_skyrl_allows(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(remote_inference_client, "SKYRL_GENERATE_CONCURRENCY_PER_ENGINE", 16)
+        under_way, most = set(), []
+
+        async def large(request: web.Request) -> web.Response:
+            (index, *_) = (await request.json())["token_ids"]
+            under_way.add(index)
+            most.append(len(under_way))
+            await asyncio.sleep(0.01)  # Without it, each is answered before the next one comes.
+            body = write(FRAME, RESPONSE, np.full((4, 2**14, 16), index, np.uint8))
+            under_way.remove(index)
+            return json_reply(body)
+
+        server = Server(lambda number, body: large)
+        async with client_of(server) as client:
+            output = await generate(client, [[index, 1] for index in range(200)])
+        assert len(server.requests) == 200
+        assert 2 < max(most) <= 16
+        for index, routes in enumerate(output["rollout_expert_indices"]):
+            ids = self.ids(routes)
+            assert (ids.shape, ids.min(), ids.max()) == ((4, 2**14, 16), index, index)
 
     async def test_cancelling_a_request_does_not_retry_it(self) -> None:
         async def slow(request: web.Request) -> web.Response:

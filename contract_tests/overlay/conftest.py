@@ -12,7 +12,19 @@ from typing import Any
 
 import pytest
 
-for _suite in ("client", "flag_off", "manifest", "overlay", "ray", "server"):
+for _suite in (
+    "client",
+    "cluster",
+    "fault",
+    "flag_off",
+    "life",
+    "manifest",
+    "order",
+    "overlay",
+    "patcher",
+    "ray",
+    "server",
+):
     pytest.register_assert_rewrite(f"contract_tests.overlay.{_suite}_suite")
 
 from contract_tests.child import REPO  # noqa: E402
@@ -72,6 +84,16 @@ def wheel_python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     python = _environment(tmp_path_factory.mktemp("installed"), wheel)
     base = sysconfig.get_paths()["purelib"]
     (_site_packages(python) / "base_environment.pth").write_text(f"import site; site.addsitedir({base!r})\n")
+    return python
+
+
+@pytest.fixture(scope="session")
+def plain_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Interpreter of an environment that sees SkyRL and the rest of this one's packages, but not this one."""
+    python = _environment(tmp_path_factory.mktemp("plain"), None)
+    folders = [path for path in sys.path if path.endswith("-packages") and not (Path(path) / "skyrl_r3").exists()]
+    lines = [f"import site; site.addsitedir({folder!r})\n" for folder in folders]
+    (_site_packages(python) / "base_environment.pth").write_text("".join(lines))
     return python
 
 

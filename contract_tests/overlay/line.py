@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from contract_tests.overlay.fake_skyrl import manifest_of
-from skyrl_r3.manifest import Manifest
+from skyrl_r3.manifest import Manifest, Target
 
 
 class LineContract:
@@ -31,6 +31,11 @@ class LineContract:
     def targets(self) -> list[str]:
         """Names of the targets, as the manifest orders them."""
         return [target.name for target in self.manifest.targets]
+
+    def names_of(self, target: Target) -> list[str]:
+        """The targets that are the same function, under each name that it is imported by."""
+        kept = (target.attribute, target.sha256)
+        return [other.name for other in self.manifest.targets if (other.attribute, other.sha256) == kept]
 
     def among(self, states: dict[str, str], state: str) -> list[str]:
         """The targets in ``state``."""

@@ -93,11 +93,6 @@ class OverlayContract(LineContract):
     def places(self) -> list[tuple[str, str]]:
         return [(target.module, target.attribute) for target in self.manifest.targets]
 
-    def names_of(self, target: Target) -> list[str]:
-        """The targets that are the same function, under each name that it is imported by."""
-        kept = (target.attribute, target.sha256)
-        return [other.name for other in self.manifest.targets if (other.attribute, other.sha256) == kept]
-
     # Order
 
     def test_enable_after_the_imports(self, double: Path) -> None:

@@ -6,8 +6,10 @@ A line's tests derive from :class:`ServerContract` and say what its SkyRL writes
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import math
+import tracemalloc
 from collections.abc import AsyncIterator, Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -45,6 +47,24 @@ async def post(app: Any, body: Any, *, raw: bytes | None = None) -> httpx.Respon
     async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
         headers = {"content-type": "application/json"}
         return await client.post(URL, content=orjson.dumps(body) if raw is None else raw, headers=headers)
+
+
+async def sent(app: Any, body: Any, *, on_start: Callable[[], None] = lambda: None) -> list[Any]:
+    """The pieces of the body that ``app`` gives to the server it runs in, the empty one of the start included."""
+    content, pieces = orjson.dumps(body), []
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": content, "more_body": False}
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.start":
+            on_start()
+        pieces.append(message.get("body", b""))
+
+    headers = [(b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": URL, "raw_path": URL.encode(), "headers": headers}
+    await app(scope | {"query_string": b"", "root_path": "", "scheme": "http", "http_version": "1.1"}, receive, send)
+    return pieces
 
 
 def request(**more: Any) -> dict[str, Any]:
@@ -172,36 +192,52 @@ class ServerContract:
         found = read((await post(self.app(served), asking(FRAME))).content)
         assert found.metadata.get("num_experts") == number
 
+    @pytest.mark.case("R14")
     @pytest.mark.parametrize("encoding", ENCODINGS)
     @pytest.mark.parametrize("kind", ["array", "tensor"])
     async def test_a_buffer_that_is_written_again_does_not_change_a_reply_on_its_way(
         self, kind: str, encoding: str
-    ) -> None:  # R14
+    ) -> None:
         import torch
 
         buffer: Any = np.zeros((100, *ROUTES.shape[1:]), np.uint8)
         buffer[: len(ROUTES)] = ROUTES
         if kind == "tensor":
             buffer = torch.from_numpy(buffer)
-        app, pieces = self.app(engine(routed_experts=buffer[: len(ROUTES)])), []
-        body = orjson.dumps(asking(encoding))
 
-        async def receive() -> Any:
-            return {"type": "http.request", "body": body, "more_body": False}
+        def overwrite() -> None:
+            buffer[:] = 7
 
-        async def send(message: Any) -> None:
-            if message["type"] == "http.response.start":
-                buffer[:] = 7
-            pieces.append(message.get("body", b""))
-
-        headers = [(b"content-type", b"application/json")]
-        scope = {"type": "http", "method": "POST", "path": URL, "raw_path": URL.encode(), "headers": headers}
-        await app(
-            scope | {"query_string": b"", "root_path": "", "scheme": "http", "http_version": "1.1"}, receive, send
-        )
+        app = self.app(engine(routed_experts=buffer[: len(ROUTES)]))
+        pieces = await sent(app, asking(encoding), on_start=overwrite)
         np.testing.assert_array_equal(read(b"".join(pieces)).routes, ROUTES, strict=True)
         # What vLLM decodes when it is told to log replies.
         assert {type(piece) for piece in pieces[:2]} == {bytes}
+
+    @pytest.mark.case("R23", "R30")
+    async def test_a_frame_is_sent_from_the_engine_s_own_memory(self) -> None:
+        """However large they are, routes cost the event loop nothing but the one scan for the largest id."""
+        routes = ROUTES.copy()
+        *_, last = await sent(self.app(engine(routed_experts=routes)), asking(FRAME))
+        assert np.shares_memory(np.frombuffer(last, np.uint8), routes)
+
+    @pytest.mark.case("R23", "R30")
+    async def test_a_large_body_is_sent_in_as_many_pieces_as_a_small_one_and_never_joined(self) -> None:
+        """What it needs besides the engine's array is nothing in a frame, and the base64 once where it is packed."""
+        large = np.zeros((7, 2**16, 16), np.uint8)
+        for encoding in set(ENCODINGS) - {self.stock}:
+            few = await sent(self.app(engine()), asking(encoding))
+            app, body = self.app(engine(routed_experts=large)), asking(encoding)
+            tracemalloc.start()
+            try:
+                many = await sent(app, body)
+                peak = tracemalloc.get_traced_memory()[1]
+            finally:
+                tracemalloc.stop()
+            sizes = [memoryview(piece).nbytes for piece in many]
+            assert len(sizes) == len(few)
+            assert max(sizes) >= large.nbytes
+            assert peak <= (0 if encoding == FRAME else max(sizes)) + 200_000
 
     @pytest.mark.parametrize("encoding", ENCODINGS)
     async def test_the_reply_tells_its_length(self, encoding: str) -> None:
@@ -219,8 +255,56 @@ class ServerContract:
         assert found.metadata["start"] == "4"
         np.testing.assert_array_equal(found.routes, ROUTES[4:], strict=True)
 
+    @pytest.mark.case("R33")
     @pytest.mark.parametrize("encoding", ENCODINGS)
-    async def test_more_than_256_experts_travel_as_int16(self, encoding: str) -> None:  # R34
+    async def test_a_long_request_is_parsed_once_as_in_stock(
+        self, encoding: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        parsed: list[str] = []
+
+        def counted(loads: Any) -> Any:
+            def count(text: Any, *args: Any, **kwargs: Any) -> Any:
+                parsed.append(loads.__module__)
+                return loads(text, *args, **kwargs)
+
+            return count
+
+        prompt = list(range(200_000))
+        app, body = self.app(engine()), asking(encoding, token_ids=prompt)
+        with monkeypatch.context() as patch:
+            for module in (json, orjson):
+                patch.setattr(module, "loads", counted(module.loads))
+            reply = await post(app, body)
+            once = list(parsed)
+            skyrl_r3.disable()
+            await post(self.app(engine(routed_experts=None)), body)  # Its nested lists would take seconds.
+        assert once == parsed[1:] == ["json"]
+        np.testing.assert_array_equal(read(reply.content).routes, canned.routes_of([*prompt, *RESPONSE][:-1]))
+
+    @pytest.mark.case("R53")
+    @pytest.mark.parametrize("encoding", ENCODINGS)
+    async def test_a_request_to_stream_gets_one_whole_reply(self, encoding: str) -> None:
+        """SkyRL's endpoint does not know the field, so that no reply may come without its routes because of it."""
+        streamed, whole = [
+            await post(self.app(engine(LOGPROBS)), asking(encoding, **more)) for more in ({"stream": True}, {})
+        ]
+        assert_same(streamed, whole)
+        assert_reply(read(streamed.content), logprobs=[-4.5, -1.0, -3.0])
+
+    @pytest.mark.case("R31")
+    @pytest.mark.parametrize("encoding", ENCODINGS)
+    async def test_an_app_that_compresses_its_replies(self, encoding: str) -> None:
+        from fastapi.middleware.gzip import GZipMiddleware
+
+        app = self.app(engine())
+        app.add_middleware(GZipMiddleware, minimum_size=1)
+        reply = await post(app, asking(encoding))
+        assert reply.headers["content-encoding"] == "gzip"
+        assert_reply(read(reply.content))
+
+    @pytest.mark.case("R34")
+    @pytest.mark.parametrize("encoding", ENCODINGS)
+    async def test_more_than_256_experts_travel_as_int16(self, encoding: str) -> None:
         found = read((await post(self.app(engine(experts=512)), asking(encoding))).content)
         expected = canned.routes_of([*PROMPT, *RESPONSE][:-1], experts=512)
         assert expected.max() > 255
@@ -273,10 +357,11 @@ class ServerContract:
 
     # Logprobs
 
+    @pytest.mark.case("R20")
     @pytest.mark.parametrize("encoding", ENCODINGS)
     async def test_logprobs_that_json_has_no_number_for_are_floored_and_counted(
         self, encoding: str, caplog: Any
-    ) -> None:  # R20
+    ) -> None:
         tokens = [10, 11, 12, 13, 14, 15]
         values = [-0.1, math.nan, -math.inf, math.inf]
         logprobs: list[Any] = [{token: canned.logprob(v)} for token, v in zip(tokens[:4], values, strict=True)]
@@ -407,7 +492,8 @@ class ServerContract:
         assert_same(failed, await post(self.app(served), request()))
         assert_reply(read(fine.content))
 
-    async def test_missing_routes_are_left_out_or_null(self) -> None:  # R15
+    @pytest.mark.case("R15")
+    async def test_missing_routes_are_left_out_or_null(self) -> None:
         app = self.app(engine(routed_experts=None))
         frame, packed = await post(app, asking(FRAME)), await post(app, asking(PACKED))
         assert frame.status_code == packed.status_code == 200
@@ -415,13 +501,26 @@ class ServerContract:
         assert "topk" not in read(frame.content).metadata
         assert packed.json()["choices"][0]["routed_experts"] is None
 
+    @pytest.mark.case("R15")
+    async def test_an_engine_that_knows_no_routes_is_one_that_captured_none(self) -> None:
+        """A vLLM of before they came, say. The client's error names the flag, where an AttributeError would not."""
+
+        def complete(prompt: list[int], params: Any) -> Any:
+            return SimpleNamespace(token_ids=RESPONSE, finish_reason="stop", logprobs=None)
+
+        for encoding in set(ENCODINGS) - {self.stock}:
+            reply = await post(self.app(canned.CannedEngine(complete)), asking(encoding))
+            assert reply.status_code == 200
+            assert read(reply.content).routes is None
+
+    @pytest.mark.case("R10", "R25")
     @pytest.mark.parametrize(
         "routes",
         [np.full((7, 3, 2), -1, np.int16), np.zeros((7, 6), np.uint8), np.zeros((7, 3, 2)), "AAEC", [[[1, 2]]]],
         ids=["negative", "two dimensions", "floats", "text", "lists"],
     )
     async def test_an_engine_that_hands_over_something_else_is_a_server_error_that_says_so(self, routes: Any) -> None:
-        def complete(prompt: list[int], params: Any) -> Any:  # R10, R25
+        def complete(prompt: list[int], params: Any) -> Any:
             output = canned.completion(RESPONSE, prompt=prompt)
             output.routed_experts = routes
             return output
@@ -444,6 +543,29 @@ class ServerContract:
 
         app = self.app(engine())
         await asyncio.gather(*(reply_for(app, index, encoding) for index in range(30) for encoding in ENCODINGS))
+
+    @pytest.mark.case("R18")
+    @pytest.mark.parametrize("encoding", ENCODINGS)
+    async def test_a_request_that_fails_takes_no_other_with_it(self, encoding: str) -> None:
+        def complete(prompt: list[int], params: Any) -> Any:
+            if prompt[0] == 5:
+                raise RuntimeError("a worker died")
+            return canned.completion(RESPONSE, prompt=prompt)
+
+        class Busy(canned.CannedEngine):
+            async def generate(self, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+                async for output in super().generate(*args, **kwargs):
+                    yield output
+                    await asyncio.sleep(0)  # The others go on between an output and its reply.
+
+        app = self.app(Busy(complete))
+        prompts = [[index, index + 1] for index in range(16)]
+        replies = await asyncio.gather(*(post(app, asking(encoding, token_ids=prompt)) for prompt in prompts))
+        assert [index for index, reply in enumerate(replies) if reply.status_code != 200] == [5]
+        for prompt, reply in zip(prompts, replies, strict=True):
+            if reply.status_code == 200:
+                routes = canned.routes_of([*prompt, *RESPONSE][:-1])
+                np.testing.assert_array_equal(read(reply.content).routes, routes, strict=True)
 
     async def test_a_request_made_in_the_context_of_another_is_answered_by_itself(self) -> None:
         """A task inherits the context of the request that started it, and may make requests of its own."""

@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from contract_tests import oracle
 from contract_tests import strategies as r3st
 from skyrl_r3 import batch
 from skyrl_r3.batch import router_padding_mask
@@ -87,7 +88,7 @@ def batches(draw: st.DrawFn) -> Batch:
         max_id = draw(st.sampled_from(max_ids))
         ids = draw(r3st.ids(max_ids=(max_id,), shape=(rows, layers, topk)))
         # Trimming can leave a wide array with small ids, so any dtype of the wire that holds them is right.
-        wide = ["uint8", "int16", "int32"][["uint8", "int16", "int32"].index(r3st.wire_dtype(max_id)) :]
+        wide = ["uint8", "int16", "int32"][["uint8", "int16", "int32"].index(oracle.smallest(max_id)) :]
         ids = ids.astype(draw(st.sampled_from(wide)))
         layout = draw(st.sampled_from(["c", "fortran", "sliced", "reversed_rows", "read_only"]))
         given_ids = r3st.lay_out(ids, layout).given
@@ -104,10 +105,11 @@ def batches(draw: st.DrawFn) -> Batch:
 # The tensor.
 
 
+@pytest.mark.case("R63", "R84", "R86", "R87")
 @fewer
 @given(batches())
 def test_captured_rows_are_at_their_tokens(batch: Batch) -> None:
-    """R87, R86: row i of a sample is at its token i, whatever is on its left. R84: all of them are."""
+    """Row i of a sample is at its token i, whatever is on its left, and all of them are."""
     tensor = batch.pad()
     if not any(batch.rows()):
         assert tensor is None
@@ -122,22 +124,24 @@ def test_captured_rows_are_at_their_tokens(batch: Batch) -> None:
         assert tensor[i, start : start + len(ids)].tolist() == ids.tolist()
 
 
+@pytest.mark.case("R34", "R39")
 @fewer
 @given(batches())
 def test_the_dtype_is_the_smallest_for_the_batch(batch: Batch) -> None:
-    """R34, R39: over all samples, and never uint16."""
+    """Over all samples, and never uint16."""
     tensor = batch.pad()
     if tensor is None:
         return
     topk = tensor.shape[-1]
     largest = max(int(ids.max(initial=0)) for ids in batch.captured)
-    assert tensor.dtype == getattr(torch, r3st.wire_dtype(max(largest, topk - 1)))
+    assert tensor.dtype == getattr(torch, oracle.smallest(max(largest, topk - 1)))
 
 
+@pytest.mark.case("R81")
 @fewer
 @given(batches())
 def test_rows_without_a_route_hold_distinct_experts(batch: Batch) -> None:
-    """R81: topk distinct ids that the batch has seen, or 0 to topk - 1 where it has seen fewer."""
+    """topk distinct ids that the batch has seen, or 0 to topk - 1 where it has seen fewer."""
     tensor = batch.pad()
     if tensor is None:
         return
@@ -149,10 +153,11 @@ def test_rows_without_a_route_hold_distinct_experts(batch: Batch) -> None:
     assert all(len(set(row.tolist())) == topk for row in fill.reshape(-1, topk))
 
 
+@pytest.mark.case("R82")
 @fewer
 @given(batches())
 def test_padding_spreads_over_all_experts(batch: Batch) -> None:
-    """R82: over the whole batch and in each layer, no expert gets two more than another."""
+    """Over the whole batch and in each layer, no expert gets two more than another."""
     tensor = batch.pad()
     if tensor is None:
         return
@@ -173,8 +178,9 @@ def _fill(tensor: torch.Tensor, rows: list[int], lengths: list[int]) -> Array:
     return np.array([tensor[place].tolist() for place in places], np.int64).reshape(-1, *tensor.shape[2:])
 
 
+@pytest.mark.case("R87")
 def test_two_samples_by_hand() -> None:
-    """R87: five and three tokens, row value = token index, one row not captured in each."""
+    """Five and three tokens, row value = token index, one row not captured in each."""
     long, short = _row_is_token(4), _row_is_token(2)
     tensor = pad_routes([_routed(long), _routed(short, 1)], _sequences([5, 3]), [5, 3], [True, True])
     assert tensor is not None
@@ -186,8 +192,9 @@ def test_two_samples_by_hand() -> None:
     assert tensor[1, 3].tolist() == [[1, 21], [41, 61]]
 
 
+@pytest.mark.case("R82")
 def test_balance_per_rank() -> None:
-    """R82: 1,000 padding rows, top-8 of 256 experts on 8 ranks."""
+    """1,000 padding rows, top-8 of 256 experts on 8 ranks."""
     ids = np.arange(8, dtype=np.uint8).reshape(1, 1, 8) + 248
     tensor = pad_routes([ids, None], _sequences([501, 500], 501), [501, 500], [True, False])
     assert tensor is not None
@@ -203,14 +210,16 @@ def test_balance_per_rank() -> None:
     assert one_hot.sum() == len(fill) * 8
 
 
+@pytest.mark.case("R82")
 def test_padding_goes_on_where_it_stopped() -> None:
-    """R82: samples with one padding row each do not all send it to the first experts."""
+    """Samples with one padding row each do not all send it to the first experts."""
     ids = _row_is_token(1, layers=1, topk=2, first=79)
     tensor = pad_routes([ids] * 50, _sequences([2] * 50), [2] * 50, [True] * 50)
     assert tensor is not None
     assert tensor[:, 1, 0].flatten().tolist() == list(range(100))
 
 
+@pytest.mark.case("R34", "R63")
 @pytest.mark.parametrize(
     ("dtypes", "max_ids", "expected"),
     [
@@ -226,7 +235,7 @@ def test_padding_goes_on_where_it_stopped() -> None:
     ],
 )
 def test_mixed_dtypes(dtypes: list[str], max_ids: list[int], expected: torch.dtype) -> None:
-    """R34, R63: the widest that is needed, not the widest that came, and no id wraps."""
+    """The widest that is needed, not the widest that came, and no id wraps."""
     arrays = [np.array([[[0, max_id]]], dtype) for dtype, max_id in zip(dtypes, max_ids, strict=True)]
     lengths = [2] * len(arrays)
     tensor = pad_routes(arrays, _sequences(lengths), lengths, [True] * len(arrays))
@@ -235,15 +244,16 @@ def test_mixed_dtypes(dtypes: list[str], max_ids: list[int], expected: torch.dty
     assert tensor[:, 0, 0, 1].tolist() == max_ids
 
 
+@pytest.mark.case("R81")
 def test_topk_above_the_experts_seen() -> None:
-    """R81: fewer experts seen than slots, so padding needs ids of its own."""
+    """Fewer experts seen than slots, so padding needs ids of its own."""
     tensor = pad_routes([np.zeros((1, 1, 3), np.uint8)], _sequences([3]), [3], [True])
     assert tensor is not None
     assert tensor.tolist() == [[[[0, 0, 0]], [[0, 1, 2]], [[0, 1, 2]]]]
 
 
+@pytest.mark.case("R86")
 def test_one_row() -> None:
-    """R86"""
     tensor = pad_routes([_row_is_token(1, first=7)], _sequences([1], 4), [1], [True])
     assert tensor is not None
     assert tensor[0, 3].tolist() == [[7, 27], [47, 67]]
@@ -269,8 +279,8 @@ def test_inputs_are_left_alone() -> None:
     assert torch.equal(sequences, before)
 
 
+@pytest.mark.case("R89")
 def test_read_only_inputs_without_a_warning() -> None:
-    """R89"""
     ids = np.frombuffer(_row_is_token(3).tobytes(), np.uint8).reshape(3, 2, 2)
     tokens = np.frombuffer(np.arange(3, dtype=np.int32).tobytes(), np.int32)
     assert not ids.flags.writeable
@@ -284,21 +294,23 @@ def test_read_only_inputs_without_a_warning() -> None:
     assert mask.tolist() == [[False, False, False, True], [True, False, False, False]]
 
 
-# Samples without routes. R75, R76.
+# Samples without routes.
 
 
+@pytest.mark.case("R75")
 @pytest.mark.parametrize("entry", [None, _routed(np.zeros((0, 2, 2), np.uint8), 1)], ids=["none", "no-rows"])
 def test_an_untrained_sample_needs_no_routes(entry: Any) -> None:
-    """R75: a placeholder without a model call becomes padding."""
+    """A placeholder without a model call becomes padding."""
     tensor = pad_routes([_row_is_token(3), entry], _sequences([4, 3]), [4, 3], [True, False])
     assert tensor is not None
     assert all(len(set(row)) == 2 for row in tensor[1].reshape(-1, 2).tolist())
     assert router_padding_mask([3, 0], [4, 3], 4)[1].all()
 
 
+@pytest.mark.case("R100")
 @pytest.mark.parametrize("entry", [None, _routed(np.zeros((0, 2, 2), np.uint8), 1)], ids=["none", "no-rows"])
 def test_a_trained_sample_needs_routes(entry: Any) -> None:
-    """R100: never zeros in their place."""
+    """Never zeros in their place."""
     error = _refused([_row_is_token(3), entry])
     assert error.field == f"{FIELD}[1]"
 
@@ -310,8 +322,9 @@ def test_a_batch_without_routes() -> None:
     assert caught.value.where == "sample 1"
 
 
+@pytest.mark.case("R48")
 def test_the_shape_does_not_come_from_an_empty_sample() -> None:
-    """R48: no rows came as nested lists, so that [layers, topk] are not known."""
+    """No rows came as nested lists, so that [layers, topk] are not known."""
     tensor = pad_routes(
         [_routed(np.zeros((0, 0, 0), np.uint8)), _row_is_token(3)], _sequences([4, 3]), [4, 3], [False, True]
     )
@@ -330,13 +343,14 @@ def _refused(routes: list[Any], lengths: tuple[int, ...] = (4, 3), sample: int =
     return caught.value
 
 
+@pytest.mark.case("R76")
 @pytest.mark.parametrize(
     "wrong",
     [
         pytest.param(_row_is_token(3).tolist(), id="list"),
         pytest.param([], id="empty-list"),
         pytest.param({}, id="dict"),
-        pytest.param(r3st.envelope(_row_is_token(3)), id="envelope"),
+        pytest.param(oracle.envelope(_row_is_token(3)), id="envelope"),
         pytest.param("AAEC", id="str"),
         pytest.param(b"AAEC", id="bytes"),
         pytest.param(0, id="int"),
@@ -349,32 +363,34 @@ def _refused(routes: list[Any], lengths: tuple[int, ...] = (4, 3), sample: int =
     ],
 )
 def test_what_is_no_array_is_refused(wrong: Any) -> None:
-    """R76: nested and empty lists, with the number of the sample."""
+    """Nested and empty lists, with the number of the sample."""
     assert _refused([_row_is_token(3), wrong]).field == f"{FIELD}[1]"
     assert _refused([wrong, _row_is_token(2)], sample=0).field == f"{FIELD}[0]"
 
 
+@pytest.mark.case("R27", "R39")
 @pytest.mark.parametrize(
     "dtype", ["int64", "uint16", "int8", "uint32", "uint64", "float32", "bool", "object", ">i2", ">i4"]
 )
 def test_other_dtypes_are_refused(dtype: str) -> None:
-    """R39, R27"""
     error = _refused([_row_is_token(3), _row_is_token(3).astype(dtype)])
     assert error.field == f"{FIELD}[1].dtype"
     assert error.got == np.dtype(dtype).str
 
 
+@pytest.mark.case("R10")
 @pytest.mark.parametrize("dtype", ["int16", "int32"])
 def test_negative_ids_are_refused(dtype: str) -> None:
-    """R10 (b): -1 does not wrap to 255."""
+    """-1 does not wrap to 255."""
     ids = _row_is_token(3, dtype=dtype)
     ids[2, 1, 0] = -1
     assert _refused([_row_is_token(3), ids]).got == "-1"
 
 
+@pytest.mark.case("R12")
 @pytest.mark.parametrize("shape", [(3, 1, 2), (3, 3, 2), (3, 2, 1), (3, 2, 3), (3, 4, 1), (3, 1, 4)])
 def test_another_shape_is_refused(shape: r3st.Shape) -> None:
-    """R12: a further column is not cut off."""
+    """A further column is not cut off."""
     error = _refused([_row_is_token(3), np.zeros(shape, np.uint8)])
     assert error.field == f"{FIELD}[1].shape"
     assert error.got == str(list(shape[1:]))
@@ -382,9 +398,10 @@ def test_another_shape_is_refused(shape: r3st.Shape) -> None:
     assert _refused([_row_is_token(3), _routed(np.zeros(shape, np.uint8), 1)]).field == f"{FIELD}[1].shape"
 
 
+@pytest.mark.case("R64", "R87")
 @pytest.mark.parametrize("plain", [False, True])
 def test_more_rows_than_tokens_are_refused(plain: bool) -> None:
-    """R87, R64: not cut, not shifted."""
+    """Not cut, not shifted."""
     ids = _row_is_token(4)
     error = _refused([_row_is_token(3), ids if plain else _routed(ids, 1)])
     assert error.field == f"{FIELD}[1]"
@@ -397,8 +414,9 @@ def test_as_many_rows_as_tokens_are_right() -> None:
     assert tensor[1, 1:, 0, 0].tolist() == [0, 1, 2]
 
 
+@pytest.mark.case("R70")
 def test_routes_of_other_tokens_are_refused() -> None:
-    """R70: a replaced sample that kept the routes of the rejected one."""
+    """A replaced sample that kept the routes of the rejected one."""
     error = _refused([_routed(_row_is_token(3)), _routed(_row_is_token(3), 0)])
     assert error.field == f"{FIELD}[1]"
     assert "1000" in error.expected
@@ -422,8 +440,8 @@ def test_any_changed_token_is_seen(rows: int, data: st.DataObject) -> None:
     assert f"row {at}" in caught.value.expected
 
 
+@pytest.mark.case("R70")
 def test_swapped_samples_are_seen() -> None:
-    """R70"""
     first, second = _routed(_row_is_token(3), 0), _routed(_row_is_token(3), 1)
     assert _refused([second, first], lengths=(4, 4), sample=0).hint
 
@@ -465,6 +483,7 @@ def test_prompt_rows_alone_are_enough_for_one_sampled_token(caplog: pytest.LogCa
     assert _covered(3, [[1]], [4], caplog) == []
 
 
+@pytest.mark.case("R77")
 @pytest.mark.parametrize("nothing", [None, [], RoutedExperts(np.empty((0, 0, 0), np.uint8), np.empty(0, np.int32))])
 def test_a_sample_without_routes_may_be_trained_on_nothing_but_a_synthetic_eos(nothing: Any) -> None:
     """What SkyRL makes of a request that was aborted before its first token, in the one-message style."""
@@ -485,17 +504,19 @@ def test_rows_without_ids_are_refused(shape: tuple[int, ...]) -> None:
 # The mask.
 
 
+@pytest.mark.case("R83")
 def test_mask_of_left_padding_and_an_appended_token() -> None:
-    """R83: P=3, G=2 and a synthetic EOS, 4 rows captured, left padding 2."""
+    """P=3, G=2 and a synthetic EOS, 4 rows captured, left padding 2."""
     mask = router_padding_mask([4], [6], 8)
     assert mask.dtype == torch.bool
     assert mask.tolist() == [[True, True, False, False, False, False, True, True]]
 
 
+@pytest.mark.case("R83", "R84")
 @fewer
 @given(batches())
 def test_the_mask_tells_captured_rows_from_others(batch: Batch) -> None:
-    """R83, R84: the number of rows that are replayed is the number that were captured."""
+    """The number of rows that are replayed is the number that were captured."""
     tokens = batch.sequences.shape[1]
     mask = router_padding_mask(batch.rows(), batch.lengths, tokens)
     want = [
@@ -519,9 +540,10 @@ def test_mask_and_tensor_agree(batch: Batch) -> None:
     assert tensor[~mask].tolist() == real.tolist()
 
 
-# Memory. R73.
+# Memory.
 
 
+@pytest.mark.case("R73")
 @pytest.mark.parametrize("plain", [False, True])
 def test_peak_memory(plain: bool) -> None:
     """At most 1.25 times the result.
@@ -557,10 +579,11 @@ def test_as_many_samples_as_sequences(routes: int) -> None:
         pad_routes([_row_is_token(3)] * routes, _sequences([3, 3]), [3] * routes, [True] * routes)
 
 
+@pytest.mark.case("R87")
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("plain", [False, True])
 def test_a_sample_longer_than_its_sequence(rows: int, plain: bool) -> None:
-    """R87: a negative left pad. One row would broadcast into none and be lost without an error."""
+    """A negative left pad. One row would broadcast into none and be lost without an error."""
     ids = _row_is_token(rows)
     sequences = torch.tensor([[0, 1, 2], [1000, 1001, 1002]])
     with pytest.raises(RouteError) as caught:
@@ -574,8 +597,9 @@ def test_masked_arrays_are_refused() -> None:
     assert _refused([_row_is_token(3), masked]).field.startswith(f"{FIELD}[1]")
 
 
+@pytest.mark.case("R73")
 def test_peak_memory_of_a_batch_that_is_mostly_padding() -> None:
-    """R73: the ids of padding rows are made on the way, as int64 and more than once. See :func:`test_peak_memory`."""
+    """The ids of padding rows are made on the way, as int64 and more than once. See :func:`test_peak_memory`."""
     length = 16_384
     arguments = ([_row_is_token(1, layers=48, topk=8) % 128], torch.arange(length)[None], [length], [True])
     pad_routes(*arguments)

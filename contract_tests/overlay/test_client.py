@@ -8,6 +8,7 @@ from typing import Any
 import aiohttp
 import numpy as np
 import pytest
+from aiohttp import web
 from skyrl.backends.skyrl_train.inference_servers import remote_inference_client
 
 import skyrl_r3
@@ -20,7 +21,7 @@ from skyrl_r3 import RoutedExperts, autoload
 from skyrl_r3.errors import OverlayError, ReplyError
 
 NO_REPLY = {
-    "bare NaN": b'{"choices":[{"token_ids":[9],"logprobs":{"content":[{"logprob":NaN}]}}]}',  # R22
+    "bare NaN": b'{"choices":[{"token_ids":[9],"logprobs":{"content":[{"logprob":NaN}]}}]}',
     "not JSON": b"<html>",
     "nothing": b"",
     "null": b"null",
@@ -56,8 +57,9 @@ class TestClient(client_suite.ClientContract):
         (routes,) = output["rollout_expert_indices"]
         assert routes.token_ids.tolist() == [*PROMPT, *RESPONSE][:-1]
 
+    @pytest.mark.case("R22", "R46")
     @pytest.mark.parametrize("case", NO_REPLY)
-    async def test_a_body_that_is_no_reply_is_an_error_at_once(self, case: str) -> None:  # R46
+    async def test_a_body_that_is_no_reply_is_an_error_at_once(self, case: str) -> None:
         """Stock generates it again, up to 30 times."""
         server = Server(lambda number, body: json_reply(NO_REPLY[case]))
         async with client_of(server) as client:
@@ -105,6 +107,17 @@ class TestClient(client_suite.ClientContract):
                 await generate(client)
         assert len(server.requests) == 3
 
+    @pytest.mark.case("R55")
+    async def test_a_gateway_that_gives_up_waiting_is_named_in_the_error(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(remote_inference_client, "_DATA_PLANE_RETRIES", 2)
+        server = Server(lambda number, body: web.Response(status=504, text="no answer of the backend within 1800 s"))
+        async with client_of(server) as client:
+            with pytest.raises(aiohttp.ClientResponseError) as caught:
+                await generate(client)
+        assert (caught.value.status, caught.value.message) == (504, "no answer of the backend within 1800 s")
+        assert server.address in str(caught.value)
+
+    @pytest.mark.case("R24")
     async def test_a_start_row_is_refused_because_rows_would_shift(self) -> None:
         server = Server(lambda number, body: of_prompt(body, PACKED))
         async with client_of(server) as client:

@@ -17,19 +17,22 @@ from skyrl.train.config import (
     InferenceEngineConfig,
     SamplingParams,
     SkyRLGymConfig,
+    SkyRLTrainConfig,
 )
 from skyrl.train.dataset import preprocess
 from skyrl.train.generators.skyrl_gym_generator import SkyRLGymGenerator
 from skyrl.train.generators.utils import concatenate_generator_outputs
 from skyrl.train.utils.trainer_utils import validate_generator_output
+from skyrl.train.utils.utils import validate_inference_engine_cfg
 from skyrl_gym.envs.base_text_env import BaseTextEnv
 from skyrl_gym.envs.registration import registry
 
 import skyrl_r3
 from contract_tests import canned
+from contract_tests.replies import FRAME, write
 from contract_tests.skyrl_server import Server, client_of, reply_to
 from skyrl_r3 import RoutedExperts
-from skyrl_r3.errors import RouteError
+from skyrl_r3.errors import MissingRoutesError, RouteError
 
 ENV = "r3_contract"
 QUESTIONS = ["What is 2 + 3?", "Name a prime.", "Say something long, please, with many words.", "?"]
@@ -160,7 +163,8 @@ async def test_a_synthetic_eos_after_a_stop_string(tokenizer: Any) -> None:
     assert all(response[-1] == tokenizer.eos_token_id for response in patched_output["response_ids"])
 
 
-async def test_truncation_to_the_longest_response(tokenizer: Any) -> None:  # R64
+@pytest.mark.case("R64")
+async def test_truncation_to_the_longest_response(tokenizer: Any) -> None:
     sampling = SamplingParams(max_generate_length=3, logprobs=0)
     cfg = config(max_turns=1, batched=True, sampling_params=sampling)
     stock_output, patched_output = await both(tokenizer, cfg, answer_with(tokenizer.eos_token_id))
@@ -245,6 +249,41 @@ async def test_an_action_changed_in_an_earlier_turn_is_captured_by_the_next(toke
         assert len(routes) == len(tokens) - 1
 
 
+@pytest.mark.case("R67")
+async def test_the_newest_rows_are_kept_where_a_turn_reports_others_for_earlier_tokens(tokenizer: Any) -> None:
+    """The prefix may have been computed anew, under other weights: the routes of one request belong together."""
+
+    def answer(number: int, request: dict[str, Any]) -> bytes:
+        prompt, response = request["token_ids"], [70, 71, 72]
+        turn = tokenizer.decode(prompt).count("observation")
+        routes = canned.routes_of([*prompt, *response][:-1]) + 100 * turn
+        return reply_to(request, response, routes, [-0.5] * 3)
+
+    skyrl_r3.enable()
+    output = await run(tokenizer, config(max_turns=2), answer)
+    for i, routes in enumerate(output["rollout_expert_indices"]):
+        tokens = [*output["prompt_token_ids"][i], *output["response_ids"][i]]
+        assert len(routes) == len(tokens) - 1
+        np.testing.assert_array_equal(routes.ids, canned.routes_of(tokens[:-1]) + 100)
+
+
+@pytest.mark.case("R68")
+@pytest.mark.parametrize("style", ["multi turn", "multi turn in one message"])
+async def test_a_turn_with_tokens_and_no_routes_is_an_error_of_its_own(tokenizer: Any, style: str) -> None:
+    plain = answer_with(tokenizer.eos_token_id)
+
+    def answer(number: int, request: dict[str, Any]) -> bytes:
+        if "observation" not in tokenizer.decode(request["token_ids"]):
+            return plain(number, request)
+        return write(FRAME, [70, 71], None, [-0.5, -0.5])
+
+    skyrl_r3.enable()
+    with pytest.raises(MissingRoutesError) as caught:
+        await run(tokenizer, config(**STYLES[style]), answer)
+    assert caught.value.field == "routed_experts"
+    assert "http://127.0.0.1:" in caught.value.where
+
+
 @pytest.mark.parametrize("rows", [0, 2], ids=["nothing captured", "part of the prompt captured"])
 async def test_an_empty_turn_keeps_the_routes_of_the_turns_before(tokenizer: Any, rows: int) -> None:
     plain = answer_with(tokenizer.eos_token_id)
@@ -261,6 +300,7 @@ async def test_an_empty_turn_keeps_the_routes_of_the_turns_before(tokenizer: Any
         assert routes.token_ids.tolist() == tokens[: len(routes)]
 
 
+@pytest.mark.case("R77")
 @pytest.mark.parametrize("style", ["multi turn", "multi turn in one message"])
 @pytest.mark.parametrize("rows", [0, 2])
 async def test_a_sample_that_was_aborted_in_all_its_turns_does_no_harm(tokenizer: Any, style: str, rows: int) -> None:
@@ -309,10 +349,25 @@ def test_routes_of_another_prompt_are_an_error(tokenizer: Any) -> None:
     assert (caught.value.expected, caught.value.got) == ("token 2 in row 1 of the prompt", "token 9")
 
 
-def test_skyrl_still_refuses_step_wise_training_with_routes(tokenizer: Any) -> None:  # R78
+@pytest.mark.case("R78")
+def test_skyrl_still_refuses_step_wise_training_with_routes(tokenizer: Any) -> None:
     skyrl_r3.enable()
     with pytest.raises(ValueError, match="step_wise_trajectories"):
         SkyRLGymGenerator(config(step_wise_trajectories=True), SkyRLGymConfig(), None, tokenizer)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.case("R101")
+def test_skyrl_still_refuses_the_engine_s_ray_backend_with_routes() -> None:
+    skyrl_r3.enable()
+    cfg = SkyRLTrainConfig()
+    cfg.trainer.strategy = "megatron"
+    cfg.trainer.policy.megatron_config.moe_enable_routing_replay = True
+    cfg.generator.inference_engine.enable_return_routed_experts = True
+    cfg.generator.inference_engine.distributed_executor_backend = "mp"
+    validate_inference_engine_cfg(cfg)
+    cfg.generator.inference_engine.distributed_executor_backend = "ray"
+    with pytest.raises(AssertionError, match="ray backend"):
+        validate_inference_engine_cfg(cfg)
 
 
 async def test_skyrl_still_refuses_a_custom_chat_template(tokenizer: Any) -> None:

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from contract_tests.overlay.matrix_peer import expected
-from contract_tests.peer import Peer, PeerError, python_04, router
+from contract_tests.peer import VARIABLE, Peer, PeerError, python_04, router
 
 SIDES = ("stock 0.3.0", "patched 0.3.0", "stock 0.4.0", "patched 0.4.0")
 
@@ -152,3 +152,10 @@ def test_rows_that_the_client_has_already_are_left_out(cluster: Cluster, client:
         routed_experts_prompt_starts=starts,
     )
     check(output, PROMPTS, starts=starts)
+
+
+def test_a_missing_interpreter_is_a_failure_and_not_a_skip(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    with pytest.raises(pytest.fail.Exception) as caught:
+        python_04()
+    assert VARIABLE in str(caught.value)

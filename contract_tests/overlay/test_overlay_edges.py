@@ -113,6 +113,31 @@ def test_a_hook_that_fails_is_not_reported_as_yet_to_be_imported(fake: Path) -> 
     assert ran.values["state"] != "applied"
 
 
+@pytest.mark.parametrize("end", ["fails", "disable"])
+def test_a_name_that_was_bound_before_the_overlay_was_taken_back(tmp_path: Path, end: str) -> None:
+    """SkyRL's trainer imports the preprocessing by name first, and the trainer utilities later.
+
+    If a patch fails there, or the overlay is disabled there, the trainer holds a replacement that nobody else has.
+    """
+    taken_back = f"import {UTILS}" if end == "fails" else "import skyrl_r3\nskyrl_r3.disable()"
+    folder = fake_skyrl.build(tmp_path, bottom={TRAINER: taken_back})
+    ran = run(
+        (BREAK if end == "fails" else "")
+        + f"""
+import {TRAINER}, skyrl_r3
+stock = [{PREPROCESS}.{CONVERT}, {TRAINER}.{CONVERT}]
+report(patched=[patched(function) for function in stock], same=stock[0] is stock[1], states=states(),
+       other=patched({TRAINER}.RayPPOTrainer.convert_to_training_input))
+""",
+        path=[folder],
+        hook=True,
+    )
+    assert ran.values["patched"] == [False, False]
+    assert ran.values["same"]
+    assert not ran.values["other"]
+    assert set(ran.values["states"].values()) == {"drifted" if end == "fails" else "pending"}
+
+
 # What the status says under drift
 
 

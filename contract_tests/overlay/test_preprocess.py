@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -78,6 +80,7 @@ sizes_strategy = st.lists(
 )
 
 
+@pytest.mark.case("R81")
 @given(sizes_strategy, st.sampled_from([2, 64, 256, 257, 512]), st.integers(1, 4), st.integers(1, 2), st.booleans())
 def test_captured_rows_equal_stock_bit_for_bit(
     sizes: list[tuple[int, int, int]], experts: int, layers: int, topk: int, plain: bool
@@ -95,7 +98,7 @@ def test_captured_rows_equal_stock_bit_for_bit(
         start = stock[-1].shape[1] - prompt - response
         captured = slice(start, start + len(ids[i]))
         assert torch.equal(ours[-1][i, captured], stock[-1][i, captured])
-        rest = torch.cat([ours[-1][i, :start], ours[-1][i, captured.stop :]]).sort(dim=-1).values  # R81
+        rest = torch.cat([ours[-1][i, :start], ours[-1][i, captured.stop :]]).sort(dim=-1).values
         assert (rest[..., 1:] != rest[..., :-1]).all()
         assert not stock[-1][i, :start].any()
 
@@ -108,7 +111,8 @@ def test_both_names_are_one_function_that_pickles_by_name() -> None:
     assert again is preprocess.convert_prompts_responses_to_batch_tensors
 
 
-def test_nested_lists_of_a_custom_generator_take_skyrl_s_own_path() -> None:  # R76
+@pytest.mark.case("R76")
+def test_nested_lists_of_a_custom_generator_take_skyrl_s_own_path() -> None:
     arguments, ids = batch_of([(3, 4, 1), (2, 2, 1)])
     nested: list[Any] = [rows.tolist() for rows in ids]
     for routes in (nested, [nested[0], None]):
@@ -139,15 +143,16 @@ WRONG: dict[str, Any] = {
     "two dimensions": np.zeros((4, 6), np.uint8),
     "no rows": np.zeros((0, 3, 2), np.uint8),
     "int64": np.zeros((4, 3, 2), np.int64),
-    "uint16": np.zeros((4, 3, 2), np.uint16),  # R39
-    "big-endian": np.ones((4, 3, 2), ">i2"),  # R27
+    "uint16": np.zeros((4, 3, 2), np.uint16),
+    "big-endian": np.ones((4, 3, 2), ">i2"),
     "negative": np.full((4, 3, 2), -1, np.int16),
     "other layers": np.zeros((4, 2, 2), np.uint8),
-    "other top-k": np.zeros((4, 3, 3), np.uint8),  # R12
-    "more rows than tokens": np.zeros((7, 3, 2), np.uint8),  # R87
+    "other top-k": np.zeros((4, 3, 3), np.uint8),
+    "more rows than tokens": np.zeros((7, 3, 2), np.uint8),
 }
 
 
+@pytest.mark.case("R12", "R27", "R39", "R76", "R87")
 @pytest.mark.parametrize("case", WRONG)
 def test_a_wrong_entry_is_an_error_that_names_its_sample(case: str) -> None:
     arguments, ids = batch_of([(3, 4, 1), (2, 4, 1), (5, 2, 1)])
@@ -158,7 +163,8 @@ def test_a_wrong_entry_is_an_error_that_names_its_sample(case: str) -> None:
     assert caught.value.field.startswith("rollout_expert_indices[1]")
 
 
-def test_routes_of_another_sample_are_an_error() -> None:  # R70
+@pytest.mark.case("R70")
+def test_routes_of_another_sample_are_an_error() -> None:
     arguments, ids = batch_of([(3, 4, 1), (3, 4, 1)])
     routes = with_tokens(arguments, ids)[::-1]
     with pytest.raises(RouteError) as caught:
@@ -167,7 +173,8 @@ def test_routes_of_another_sample_are_an_error() -> None:  # R70
     assert caught.value.expected == f"the route of token {arguments['prompts'][0][0]} in row 0"
 
 
-def test_a_sample_that_is_not_trained_on_needs_no_routes() -> None:  # R75
+@pytest.mark.case("R75")
+def test_a_sample_that_is_not_trained_on_needs_no_routes() -> None:
     arguments, ids = batch_of([(3, 4, 1), (2, 4, 1)])
     arguments["loss_masks"][1] = [0] * 4
     empty = RoutedExperts(packed.from_nested([]), np.empty(0, np.int32))
@@ -178,7 +185,8 @@ def test_a_sample_that_is_not_trained_on_needs_no_routes() -> None:  # R75
         assert (tensor[1, ..., 0] != tensor[1, ..., 1]).all()
 
 
-def test_read_only_routes_give_a_writable_tensor_without_a_warning() -> None:  # R89
+@pytest.mark.case("R89")
+def test_read_only_routes_give_a_writable_tensor_without_a_warning() -> None:
     arguments, ids = batch_of([(3, 4, 1)])
     ids[0].flags.writeable = False
     with warnings.catch_warnings():
@@ -189,7 +197,8 @@ def test_read_only_routes_give_a_writable_tensor_without_a_warning() -> None:  #
     np.testing.assert_array_equal(tensor[0, : len(ids[0])].numpy(), ids[0] + 1)
 
 
-def test_a_later_write_to_the_routes_does_not_reach_the_tensor() -> None:  # R14
+@pytest.mark.case("R14")
+def test_a_later_write_to_the_routes_does_not_reach_the_tensor() -> None:
     arguments, ids = batch_of([(3, 4, 1)])
     tensor = convert(**arguments, rollout_expert_indices=[ids[0]])[-1]
     before = ids[0].copy()
@@ -198,9 +207,11 @@ def test_a_later_write_to_the_routes_does_not_reach_the_tensor() -> None:  # R14
     np.testing.assert_array_equal(tensor[0, : len(before)].numpy(), before)
 
 
-def training_input(sizes: list[tuple[int, int, int]], dp_size: int = 1, routes: str = "arrays") -> Any:
+def training_input(
+    sizes: list[tuple[int, int, int]], dp_size: int = 1, routes: str = "arrays", experts: int = 64
+) -> Any:
     """What SkyRL's ``convert_to_training_input`` makes, called on a trainer with nothing but what it reads."""
-    arguments, ids = batch_of(sizes)
+    arguments, ids = batch_of(sizes, experts=experts)
     given: dict[str, Any] = {"arrays": with_tokens(arguments, ids), "nested": [rows.tolist() for rows in ids]}
     output = {
         "prompt_token_ids": arguments["prompts"],
@@ -231,7 +242,8 @@ def training_input(sizes: list[tuple[int, int, int]], dp_size: int = 1, routes: 
     return convert_to_training_input(trainer, output, uids)
 
 
-def test_the_batch_says_which_rows_are_padding() -> None:  # R83
+@pytest.mark.case("R83")
+def test_the_batch_says_which_rows_are_padding() -> None:
     made = training_input([(3, 3, 2), (5, 3, 1)])
     mask = made["router_padding_mask"]
     assert mask.dtype == torch.bool
@@ -252,14 +264,62 @@ def test_no_mask_where_the_overlay_made_no_tensor(routes: str) -> None:
     assert "router_padding_mask" not in training_input([(3, 3, 1)], routes=routes)
 
 
+@pytest.mark.case("R34", "R72", "R79")
 @pytest.mark.parametrize("experts", [64, 512])
-def test_the_batch_survives_what_skyrl_does_to_it(experts: int) -> None:  # R34, R72, R79
-    arguments, ids = batch_of([(3, 3, 1), (4, 4, 1)], experts=experts)
-    tensors = convert(**arguments, rollout_expert_indices=ids)
-    made = TrainingInputBatch({"sequences": tensors[0], "rollout_expert_indices": tensors[-1]})
-    made.metadata = {}
-    again = pickle.loads(pickle.dumps(made))
-    assert again["rollout_expert_indices"].dtype == tensors[-1].dtype
-    chunks = again.chunk(1)
-    assert torch.equal(torch.cat([chunk["rollout_expert_indices"] for chunk in chunks]), tensors[-1])
-    assert tensors[-1].to(torch.int32).dtype == torch.int32
+def test_routes_and_mask_survive_what_skyrl_does_to_the_batch(experts: int) -> None:
+    """Selected, split, pickled for each worker and put together again. Each worker gets its own rows alone."""
+    keys = ["sequences", "rollout_expert_indices", "router_padding_mask"]
+    made = training_input([(3, 3, 1), (4, 4, 1), (2, 1, 0), (5, 1, 2)], experts=experts)
+    chunks = [pickle.loads(pickle.dumps(chunk)) for chunk in made.select(keys=keys).chunk(2)]
+    again: Any = TrainingInputBatch.cat(chunks)
+    for key in keys:
+        assert again[key].dtype == made[key].dtype
+        assert torch.equal(again[key], made[key])
+        assert sum(chunk[key].untyped_storage().nbytes() for chunk in chunks) == made[key].nbytes
+
+
+@pytest.mark.case("R40", "R41")
+@pytest.mark.parametrize("experts", [64, 256, 512])
+def test_the_tensor_can_be_widened_to_what_collectives_and_indexing_take(experts: int) -> None:
+    """NCCL refuses int16, and uint8 as an index is a mask. SkyRL's workers cast to int32 before either."""
+    sizes = [(3, 3, 1), (4, 4, 1)]
+    tensor = training_input(sizes, experts=experts)["rollout_expert_indices"]
+    _, ids = batch_of(sizes, experts=experts)
+    wide = tensor.to(torch.int32)
+    np.testing.assert_array_equal(wide[1, :7].numpy(), ids[1])
+    scores = torch.rand(*tensor.shape[:3], experts, generator=torch.Generator().manual_seed(0))
+    picked = torch.gather(scores, -1, wide.long())
+    expected = np.take_along_axis(scores[1, :7].numpy(), ids[1].astype(np.int64), axis=-1)
+    np.testing.assert_array_equal(picked[1, :7].numpy(), expected)
+
+
+def peak_growth(call: Any) -> tuple[int, Any]:
+    """By how many bytes this process was larger than before, at most, while ``call`` ran; and what it returned.
+
+    As the kernel counts it, because most of the memory here is torch's, which tracemalloc does not see.
+    """
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")
+    before = resident("VmRSS")
+    result = call()
+    return resident("VmHWM") - before, result
+
+
+def resident(name: str) -> int:
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{name}:")]
+    return int(line.split()[1]) * 1024
+
+
+@pytest.mark.case("R73")
+def test_the_memory_of_a_batch_is_that_of_its_tensor_and_a_quarter() -> None:
+    """Large enough that each of its copies is memory that the process did not have before."""
+    length = 8192
+    arguments, _ = batch_of([(2, 2, 1)] * 64)
+    arguments["prompts"] = [[1] * 100] * 64
+    for key, value in (("responses", 1), ("rewards", 0.0), ("loss_masks", 1), ("logprobs", -0.5)):
+        arguments[key] = [[value] * (length - 100)] * 64
+    ids = [np.full((length - 1, 47, 4), i, np.uint8) for i in range(64)]
+    without, _ = peak_growth(lambda: convert(**arguments))
+    growth, tensors = peak_growth(lambda: convert(**arguments, rollout_expert_indices=ids))
+    assert tensors[-1].nbytes == 64 * length * 47 * 4
+    assert growth - without <= 1.25 * tensors[-1].nbytes

@@ -16,7 +16,7 @@ from skyrl_r3 import packed
 from skyrl_r3.errors import CodecError, MissingRoutesError, R3Error, ReplyError, RouteError
 from skyrl_r3.reply import Reply, sampled_logprobs
 
-# Logprobs. R20.
+# Logprobs.
 
 
 def _logprob(value: float | None) -> SimpleNamespace:
@@ -32,6 +32,7 @@ def _sampled(token_ids: list[int], logprobs: Any) -> tuple[list[float], int]:
     return values.tolist(), floored
 
 
+@pytest.mark.case("R20")
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("value", [-1e300, 1e300, -3.5e38])
 def test_a_logprob_that_float32_does_not_hold_is_floored(value: float) -> None:
@@ -59,8 +60,9 @@ def test_token_ids_are_int32(dtype: str) -> None:
     assert caught.value.field == "token_ids.dtype"
 
 
+@pytest.mark.case("R20")
 def test_missing_and_non_finite_logprobs_are_floored() -> None:
-    """R20: five floored, the rest as it was, as many entries as tokens."""
+    """Five floored, the rest as it was, as many entries as tokens."""
     tokens = [1, 2, 3, 4, 5, 6]
     entries = [
         {1: _logprob(-0.1), 9: _logprob(-5.0)},
@@ -73,13 +75,15 @@ def test_missing_and_non_finite_logprobs_are_floored() -> None:
     assert _sampled(tokens, entries) == ([-0.1, *[-9999.0] * 5], 5)
 
 
+@pytest.mark.case("R20")
 @pytest.mark.parametrize("entry", [None, {}, {1: _logprob(None)}, {1: None}, {2: _logprob(-1.0)}], ids=repr)
 def test_a_missing_logprob_is_floored(entry: Any) -> None:
     assert _sampled([1, 1], [entry, {1: _logprob(-2.0)}]) == ([-9999.0, -2.0], 1)
 
 
+@pytest.mark.case("R20")
 @pytest.mark.parametrize("entries", [[], [{1: _logprob(-0.5)}]])
-def test_fewer_entries_than_tokens_are_missing_ones(entries: Any) -> None:  # R20
+def test_fewer_entries_than_tokens_are_missing_ones(entries: Any) -> None:
     assert _sampled([1, 2, 3], entries) == ([-0.5][: len(entries)] + [-9999.0] * (3 - len(entries)), 3 - len(entries))
     flat = _flat([{1: -0.5}][: len(entries)])
     assert _sampled([1, 2, 3], flat) == _sampled([1, 2, 3], entries)
@@ -93,9 +97,10 @@ def test_finite_logprobs_stay(value: float) -> None:
     assert floored == 0
 
 
+@pytest.mark.case("R22")
 @given(st.lists(st.floats(-3.4e38, 3.4e38) | st.sampled_from([math.nan, math.inf, -math.inf, 1e39]) | st.none()))
 def test_logprobs_are_numbers_in_json(values: list[float | None]) -> None:
-    """R22: neither null nor a bare NaN comes out."""
+    """Neither null nor a bare NaN comes out."""
     tokens = list(range(len(values)))
     entries = [{token: _logprob(value)} for token, value in zip(tokens, values, strict=True)]
     logprobs, floored = sampled_logprobs(tokens, iter(entries))
@@ -134,6 +139,7 @@ def test_flat_logprobs_are_read_like_mappings(positions: list[dict[int, float]],
     assert repr(flat.logprobs) == before
 
 
+@pytest.mark.case("R20")
 @pytest.mark.parametrize(
     ("positions", "want"),
     [
@@ -215,8 +221,8 @@ def test_rows(prompt: int, response: int, start: int, rows: int) -> None:
         assert (error.field, error.got) == ("routed_experts.shape", f"{rows} rows")
 
 
+@pytest.mark.case("R60")
 def test_the_error_says_how_many_rows_there_should_be() -> None:
-    """R60"""
     error = _refused(_reply(), prompt=9)
     assert error.expected.startswith("10 rows ")
     assert error.hint
@@ -225,9 +231,10 @@ def test_the_error_says_how_many_rows_there_should_be() -> None:
     assert "start 2" in error.expected
 
 
+@pytest.mark.case("R24")
 @pytest.mark.parametrize(("start", "rows"), [(0, 4), (1, 3), (3, 1), (4, 0)])
 def test_rows_from_a_start_on(start: int, rows: int) -> None:
-    """R24: all rows, and the tail only."""
+    """All rows, and the tail only."""
     assert len(_reply(routed_experts=_rows(rows)).routes_for(prompt=3, start=start)) == rows
 
 
@@ -245,20 +252,22 @@ def test_no_rows_of_anything(shape: tuple[int, int, int]) -> None:
     assert len(reply.routes_for(prompt=0)) == 0
 
 
-# What the server counted. R60.
+# What the server counted.
 
 
+@pytest.mark.case("R60")
 @pytest.mark.parametrize("counted", [2, 4, 0])
 def test_a_prompt_that_the_server_counted_otherwise(counted: int) -> None:
-    """R60: right by its number of rows, but of another prompt."""
+    """Right by its number of rows, but of another prompt."""
     error = _refused(_reply(prompt_tokens=counted), prompt=3)
     assert (error.field, error.got) == ("prompt_tokens", str(counted))
     assert _refused(_reply(prompt_tokens=counted, routed_experts=None), prompt=3).field == "prompt_tokens"
 
 
+@pytest.mark.case("R78")
 @pytest.mark.parametrize(("counted", "sent"), [(0, 1), (1, 0), (2, 1)])
 def test_a_start_that_the_server_did_not_take(counted: int, sent: int) -> None:
-    """R78: a server that ignores it."""
+    """A server that ignores it."""
     error = _refused(_reply(start=counted, routed_experts=_rows(4 - sent)), prompt=3, start=sent)
     assert (error.field, error.got) == ("start", str(counted))
 
@@ -269,9 +278,10 @@ def test_what_the_server_counted_as_the_client_did() -> None:
     assert len(_reply(prompt_tokens=3, start=0).routes_for(prompt=3)) == 4
 
 
-# No routes. R07, R54.
+# No routes.
 
 
+@pytest.mark.case("R07", "R54")
 @pytest.mark.parametrize("finish_reason", ["stop", "length", None])
 def test_missing_routes(finish_reason: str | None) -> None:
     error = _refused(_reply(routed_experts=None, finish_reason=finish_reason), prompt=3)

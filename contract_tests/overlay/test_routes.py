@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import copy
 import pickle
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from skyrl_r3 import codec
 from skyrl_r3.errors import CodecError, RouteError
 from skyrl_r3.routes import RoutedExperts, as_token_array
 
@@ -23,18 +25,20 @@ def _routes(rows: int, *, layers: int = 2, topk: int = 3, dtype: str = "int16") 
     return RoutedExperts(ids, np.arange(100, 100 + rows, dtype=np.int32))
 
 
+@pytest.mark.case("R77")
 @pytest.mark.parametrize("rows", [0, 1, 7])
 def test_length_and_truth(rows: int) -> None:
-    """R77: an ``if routes:`` does not meet numpy's refusal to say whether an array is true."""
+    """An ``if routes:`` does not meet numpy's refusal to say whether an array is true."""
     routes = _routes(rows)
     assert len(routes) == rows
     assert bool(routes) is (rows > 0)
     assert len(list(routes)) == rows
 
 
+@pytest.mark.case("R64")
 @given(st.integers(0, 9), st.slices(9))
 def test_a_slice_takes_rows_and_their_tokens(rows: int, cut: slice) -> None:
-    """R64: what is cut off the tokens is cut off the routes."""
+    """What is cut off the tokens is cut off the routes."""
     routes = _routes(rows)
     part = routes[cut]
     assert type(part) is RoutedExperts
@@ -46,12 +50,25 @@ def test_a_slice_takes_rows_and_their_tokens(rows: int, cut: slice) -> None:
     assert len(routes) == rows
 
 
+@pytest.mark.case("R64")
 def test_cutting_a_response_keeps_the_rows_of_the_prompt() -> None:
-    """R64: prompt 5, response 10, at most 6 of it."""
+    """Prompt 5, response 10, at most 6 of it."""
     whole = _routes(5 + 10 - 1)
     cut = whole[: 5 + 6]
     assert len(cut) == 11
     assert cut.ids[:5].tolist() == whole.ids[:5].tolist()
+
+
+@pytest.mark.case("R65")
+@pytest.mark.parametrize("dtype", ["uint8", "int16", "int32"])
+def test_a_cut_is_packed_with_its_own_shape_and_bytes(dtype: str) -> None:
+    """From 10 rows to 6. What is packed cannot be cut, because it is an array by then."""
+    whole = _routes(10, dtype=dtype)
+    whole.ids[:6] += np.iinfo(dtype).max - 5  # So that no smaller dtype would do.
+    envelope = codec.pack(whole[:6].ids)
+    assert (envelope["shape"], envelope["dtype"]) == ([6, 2, 3], dtype)
+    assert base64.b64decode(envelope["data"], validate=True) == whole.ids[:6].tobytes()
+    np.testing.assert_array_equal(codec.unpack(envelope), whole.ids[:6], strict=True)
 
 
 @pytest.mark.parametrize("index", [0, 2, -1, np.int64(1)])
@@ -75,9 +92,10 @@ def test_iteration_gives_the_rows() -> None:
     assert [row.tolist() for row in routes] == routes.ids.tolist()
 
 
-# Appending. R77, R100: a token without a route never becomes a row of expert 0.
+# Appending: a token without a route never becomes a row of expert 0.
 
 
+@pytest.mark.case("R100", "R77")
 def test_the_row_of_a_synthetic_token_is_not_stored() -> None:
     """SkyRL makes it from the first row, as nested lists of zeros."""
     routes = _routes(4)
@@ -147,9 +165,10 @@ def test_a_description_is_short() -> None:
     assert "[5000, 2, 3]" in repr(_routes(5000))
 
 
-# Prefixes. R67: rows belong to tokens.
+# Prefixes: rows belong to tokens.
 
 
+@pytest.mark.case("R67")
 @given(TOKENS, TOKENS)
 def test_common_prefix(captured: list[int], other: list[int]) -> None:
     routes = RoutedExperts(np.zeros((len(captured), 1, 1), np.uint8), as_token_array(captured))
@@ -160,6 +179,7 @@ def test_common_prefix(captured: list[int], other: list[int]) -> None:
     assert routes.common_prefix(np.array(other, np.int64)) == want
 
 
+@pytest.mark.case("R67")
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=12), st.data())
 def test_common_prefix_of_a_changed_token(captured: list[int], data: st.DataObject) -> None:
     routes = RoutedExperts(np.zeros((len(captured), 1, 1), np.uint8), as_token_array(captured))
@@ -214,7 +234,7 @@ def test_bools_and_bytes_are_no_token_ids(wrong: Any) -> None:
 @pytest.mark.parametrize(
     ("ids", "field"),
     [
-        (np.full((2, 1, 1), -1, np.int16), "routed_experts"),  # R10
+        pytest.param(np.full((2, 1, 1), -1, np.int16), "routed_experts", marks=pytest.mark.case("R10")),
         (np.zeros((2, 1, 1), np.int64), "routed_experts.dtype"),
         (np.zeros((2, 1, 1), np.uint16), "routed_experts.dtype"),
         (np.zeros((2, 1, 1), np.float32), "routed_experts.dtype"),

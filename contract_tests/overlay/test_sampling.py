@@ -55,15 +55,17 @@ def assert_routes_are_with_their_samples(output: dict[str, Any]) -> None:
         np.testing.assert_array_equal(routes.ids, canned.routes_of(tokens[:2], experts=512))
 
 
+@pytest.mark.case("R70")
 @given(st.integers(1, 12).flatmap(lambda n: st.tuples(st.just(n), st.lists(st.integers(0, n - 1)))))
-def test_filtered_samples_keep_their_routes(case: tuple[int, list[int]]) -> None:  # R70
+def test_filtered_samples_keep_their_routes(case: tuple[int, list[int]]) -> None:
     size, kept = case
     filtered = trainer_utils.filter_generator_output(output_of([0.0] * size), kept)  # pyright: ignore[reportArgumentType]
     assert_routes_are_with_their_samples(filtered)  # pyright: ignore[reportArgumentType]
 
 
+@pytest.mark.case("R70")
 @given(st.lists(st.sampled_from([0.0, 1.0]), min_size=8, max_size=8), st.booleans(), st.integers(0, 2**32 - 1))
-def test_replaced_samples_bring_their_routes(rewards: list[float], stop_reasons: bool, seed: int) -> None:  # R70
+def test_replaced_samples_bring_their_routes(rewards: list[float], stop_reasons: bool, seed: int) -> None:
     uids = [str(i // 2) for i in range(8)]
     config = {"type": "replace", "n_samples_per_prompt": 2, "min_replace_ratio": 0.2}
     results = []

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from contract_tests import corruption, oracle
 from contract_tests import strategies as r3st
 from skyrl_r3 import frame, packed, wire
 from skyrl_r3.errors import CodecError, MissingRoutesError, R3Error, ReplyError
@@ -31,7 +32,7 @@ def _body(**changes: Any) -> bytes:
         "token_ids": RESPONSE,
         "finish_reason": "stop",
         "logprobs": None,
-        "routed_experts": r3st.envelope(IDS),
+        "routed_experts": oracle.envelope(IDS),
     } | changes
     return orjson.dumps({"choices": [{key: value for key, value in choice.items() if value is not ...}]})
 
@@ -147,7 +148,7 @@ def test_what_is_written_is_read(encoding: str, ids: r3st.Array, data: st.DataOb
     got, found = wire.load(body)
     assert found == encoding
     routes = got.routes_for(prompt=prompt, start=start)
-    assert routes.dtype.name == r3st.wire_dtype(int(ids.max(initial=0)))
+    assert routes.dtype.name == oracle.smallest(int(ids.max(initial=0)))
     assert routes.tolist() == ids.tolist()
     # No rows in nested lists do not say how many layers there are.
     assert routes.shape == (ids.shape if len(ids) or encoding != "nested" else (0, 0, 0))
@@ -181,24 +182,25 @@ def test_a_reply_does_not_depend_on_its_encoding(encoding: str) -> None:
     assert got.routes_for(prompt=PROMPT).tolist() == IDS.tolist()
 
 
+@pytest.mark.case("R19")
 def test_nested_lists_are_read() -> None:
-    """R19: the form of a stock server is read, and named as what it is."""
+    """The form of a stock server is read, and named as what it is."""
     reply, encoding = _load(_body(routed_experts=IDS.tolist()))
     assert encoding == "nested"
-    r3st.assert_canonical(reply.routes_for(prompt=PROMPT), IDS.astype(np.int64))
+    oracle.assert_canonical(reply.routes_for(prompt=PROMPT), IDS.astype(np.int64))
 
 
 def test_rows_without_layers_are_refused() -> None:
-    body = _body(token_ids=[7], routed_experts=r3st.envelope(np.zeros((2, 0, 8), np.uint8)))
+    body = _body(token_ids=[7], routed_experts=oracle.envelope(np.zeros((2, 0, 8), np.uint8)))
     assert _refused(body, prompt=2).field == "routed_experts.shape"
 
 
+@pytest.mark.case("R60")
 @pytest.mark.parametrize("rows", [0, 1, 3, 5, 6])
 @pytest.mark.parametrize("nested", [False, True])
 def test_another_number_of_rows_is_refused(rows: int, nested: bool) -> None:
-    """R60"""
     ids = np.zeros((rows, 2, 3), np.uint8)
-    error = _refused(_body(routed_experts=ids.tolist() if nested else r3st.envelope(ids)))
+    error = _refused(_body(routed_experts=ids.tolist() if nested else oracle.envelope(ids)))
     assert type(error) is ReplyError
     assert error.field == "routed_experts.shape"
     assert error.expected.startswith("4 rows ")
@@ -206,15 +208,16 @@ def test_another_number_of_rows_is_refused(rows: int, nested: bool) -> None:
     assert error.hint
 
 
+@pytest.mark.case("R60")
 def test_a_longer_prompt_than_was_sent_is_refused() -> None:
-    """R60: an image that became many tokens at the server."""
+    """An image that became many tokens at the server."""
     assert _refused(_body(), prompt=PROMPT + 1).expected.startswith("5 rows ")
 
 
 def test_one_sampled_token() -> None:
     ids = np.zeros((3, 1, 1), np.uint8)
-    assert len(_routes(_body(token_ids=[5], routed_experts=r3st.envelope(ids)))) == 3
-    assert len(_routes(_body(token_ids=[5], routed_experts=r3st.envelope(ids[:0])), prompt=0)) == 0
+    assert len(_routes(_body(token_ids=[5], routed_experts=oracle.envelope(ids)))) == 3
+    assert len(_routes(_body(token_ids=[5], routed_experts=oracle.envelope(ids[:0])), prompt=0)) == 0
 
 
 # No tokens. An aborted request trains nothing, whatever was captured.
@@ -223,14 +226,14 @@ def test_one_sampled_token() -> None:
 @pytest.mark.parametrize("rows", [0, 1, 2, 3])
 def test_no_tokens(rows: int) -> None:
     ids = np.arange(rows, dtype=np.uint8).reshape(rows, 1, 1)
-    routes = _routes(_body(token_ids=[], finish_reason="abort", routed_experts=r3st.envelope(ids)))
+    routes = _routes(_body(token_ids=[], finish_reason="abort", routed_experts=oracle.envelope(ids)))
     assert routes[:, 0, 0].tolist() == list(range(rows))
 
 
 @pytest.mark.parametrize("rows", [4, 9])
 def test_no_tokens_but_more_rows_than_the_prompt_has(rows: int) -> None:
     ids = np.zeros((rows, 1, 1), np.uint8)
-    assert _refused(_body(token_ids=[], routed_experts=r3st.envelope(ids))).field == "routed_experts.shape"
+    assert _refused(_body(token_ids=[], routed_experts=oracle.envelope(ids))).field == "routed_experts.shape"
 
 
 @pytest.mark.parametrize("routes", [None, ..., []])
@@ -239,7 +242,7 @@ def test_no_tokens_and_no_routes(routes: Any) -> None:
 
 
 def test_no_tokens_and_a_wrong_envelope() -> None:
-    error = _refused(_body(token_ids=[], routed_experts=r3st.envelope(IDS) | {"dtype": "uint16"}))
+    error = _refused(_body(token_ids=[], routed_experts=oracle.envelope(IDS) | {"dtype": "uint16"}))
     assert error.field == "routed_experts.dtype"
 
 
@@ -277,7 +280,7 @@ def test_no_tokens_and_a_wrong_envelope() -> None:
         ({"logprobs": {"content": [{"logprob": -0.5}]}}, "logprobs"),
         ({"logprobs": {"content": [{"logprob": -0.5}] * 3}}, "logprobs"),
         ({"token_ids": [5, -1]}, "token_ids"),
-        ({"token_ids": [-1], "routed_experts": r3st.envelope(IDS[:3])}, "token_ids"),
+        ({"token_ids": [-1], "routed_experts": oracle.envelope(IDS[:3])}, "token_ids"),
     ],
     ids=repr,
 )
@@ -315,13 +318,14 @@ def test_a_broken_body_is_not_kept_alive_by_its_error() -> None:
     assert error.__suppress_context__
 
 
-# No routes. R07, R54.
+# No routes.
 
 
+@pytest.mark.case("R07", "R54")
 @pytest.mark.parametrize("routes", [None, ...])
 @pytest.mark.parametrize("finish_reason", ["stop", "length", None])
 def test_missing_routes_name_the_flag_of_the_server(routes: Any, finish_reason: Any) -> None:
-    """R07, R54: the first reply says what is wrong, never zeros and no None in a batch."""
+    """The first reply says what is wrong, never zeros and no None in a batch."""
     error = _refused(_body(routed_experts=routes, finish_reason=finish_reason))
     assert type(error) is MissingRoutesError
     assert error.field == "routed_experts"
@@ -330,9 +334,9 @@ def test_missing_routes_name_the_flag_of_the_server(routes: Any, finish_reason: 
     assert repr(finish_reason) in error.got
 
 
+@pytest.mark.case("R07", "R54")
 @pytest.mark.parametrize("finish_reason", ["stop", None])
 def test_missing_routes_in_a_frame(finish_reason: str | None) -> None:
-    """R07, R54"""
     reply = Reply(
         token_ids=np.array(RESPONSE, np.int32), finish_reason=finish_reason, logprobs=None, routed_experts=None
     )
@@ -373,6 +377,7 @@ def _npy() -> str:
     return base64.b64encode(buffer.getvalue()).decode()
 
 
+@pytest.mark.case("R48")
 @pytest.mark.parametrize(
     "other",
     [
@@ -386,7 +391,7 @@ def _npy() -> str:
     ],
 )
 def test_other_encodings_are_named(other: Any) -> None:
-    """R48: the error says what arrived and that it is not read."""
+    """The error says what arrived and that it is not read."""
     error = _refused(_body(routed_experts=other))
     assert error.field == "routed_experts"
     assert error.hint
@@ -394,6 +399,7 @@ def test_other_encodings_are_named(other: Any) -> None:
         assert f"{len(other)} characters" in error.got
 
 
+@pytest.mark.case("R35", "R48")
 @pytest.mark.parametrize(
     "other",
     [
@@ -405,10 +411,11 @@ def test_other_encodings_are_named(other: Any) -> None:
     ],
 )
 def test_other_objects_are_refused(other: Any) -> None:
-    """R35, R48: no dtype is not uint8."""
+    """No dtype is not uint8."""
     assert _refused(_body(routed_experts=other)).field == "routed_experts"
 
 
+@pytest.mark.case("R22")
 @pytest.mark.parametrize(
     "body",
     [
@@ -435,7 +442,7 @@ def test_other_objects_are_refused(other: Any) -> None:
     ids=lambda body: repr(body[:20]),
 )
 def test_what_is_no_json(body: bytes) -> None:
-    """R22: also the bare NaN that the standard library writes."""
+    """Also the bare NaN that the standard library writes."""
     error = _refused(body)
     assert error.field == "reply"
     assert f"{len(body)} bytes" in error.got
@@ -462,7 +469,7 @@ def test_wrong_token_ids(token_ids: Any) -> None:
     assert _refused(_body(token_ids=token_ids)).field == "token_ids"
 
 
-# The text of JSON. R44: the same result as parsing it, whatever it looks like.
+# The text of JSON: the same result as parsing it, whatever it looks like.
 
 
 def _loads_like_json(body: bytes) -> None:
@@ -470,9 +477,10 @@ def _loads_like_json(body: bytes) -> None:
     envelope = json.loads(body)["choices"][0]["routed_experts"]
     raw = base64.b64decode(envelope["data"])
     want = np.frombuffer(raw, envelope["dtype"]).reshape(envelope["shape"]).astype(np.int64)
-    r3st.assert_canonical(_routes(body), want)
+    oracle.assert_canonical(_routes(body), want)
 
 
+@pytest.mark.case("R44")
 def test_order_of_keys_and_white_space() -> None:
     choice = orjson.loads(_body())["choices"][0]
     routes = choice["routed_experts"]
@@ -494,16 +502,18 @@ def test_order_of_keys_and_white_space() -> None:
         _loads_like_json(text.encode())
 
 
+@pytest.mark.case("R44")
 def test_base64_with_escaped_slashes() -> None:
     """Some writers of JSON escape every slash."""
-    body = _body(routed_experts=r3st.envelope(np.full((4, 2, 3), 255, np.uint8)))
+    body = _body(routed_experts=oracle.envelope(np.full((4, 2, 3), 255, np.uint8)))
     assert b"/" in body
     _loads_like_json(body.replace(b"/", b"\\/"))
 
 
+@pytest.mark.case("R44")
 def test_keys_that_look_like_routes() -> None:
     choice = orjson.loads(_body())["choices"][0]
-    decoy = r3st.envelope(np.zeros((4, 2, 3), np.uint8))
+    decoy = oracle.envelope(np.zeros((4, 2, 3), np.uint8))
     for extra in (
         {"x_routed_experts": decoy},
         {'a"routed_experts': decoy},
@@ -518,7 +528,7 @@ def test_keys_that_look_like_routes() -> None:
 
 
 def test_the_routes_are_those_of_the_first_choice() -> None:
-    other = orjson.loads(_body(routed_experts=r3st.envelope(IDS + 1)))["choices"][0]
+    other = orjson.loads(_body(routed_experts=oracle.envelope(IDS + 1)))["choices"][0]
     first = orjson.loads(_body())["choices"][0]
     _loads_like_json(orjson.dumps({"choices": [first, other]}))
     for wrong in (None, "#", {"data": "#", "shape": [4, 2, 3], "dtype": "uint8"}):
@@ -528,8 +538,8 @@ def test_the_routes_are_those_of_the_first_choice() -> None:
 
 def test_keys_that_come_twice() -> None:
     """JSON parsers take the last one; so do we, for the tokens and the routes alike."""
-    last = orjson.dumps(r3st.envelope(IDS))
-    first = orjson.dumps(r3st.envelope(IDS + 1))
+    last = orjson.dumps(oracle.envelope(IDS))
+    first = orjson.dumps(oracle.envelope(IDS + 1))
     tokens = b'{"choices":[],"choices":[{"finish_reason":"stop","token_ids":[1],'
     body = tokens + b'"routed_experts":%s,"routed_experts":%s,"token_ids":[1,2]}]}'
     _loads_like_json(body % (first, last))
@@ -558,7 +568,7 @@ def _check(body: bytes, prompt: int = PROMPT) -> r3st.Array | None:
     reply, encoding = loaded
     assert encoding in WRITTEN
     routes = reply.routes_for(prompt=prompt)
-    assert routes.dtype.name == r3st.wire_dtype(int(routes.max(initial=0)))
+    assert routes.dtype.name == oracle.smallest(int(routes.max(initial=0)))
     assert routes.dtype.isnative
     assert routes.min(initial=0) >= 0
     rows = prompt + len(reply.token_ids) - 1
@@ -577,7 +587,7 @@ REPLY = Reply(
 )
 BODIES = [
     _body(),
-    _body(routed_experts=r3st.envelope(IDS.astype(np.int16) + 250)),
+    _body(routed_experts=oracle.envelope(IDS.astype(np.int16) + 250)),
     _body(routed_experts=IDS.tolist()),
     _body(routed_experts=[]),
     _body(token_ids=[]),
@@ -589,7 +599,7 @@ BODIES = [
 @given(st.data())
 def test_a_mutated_reply_is_refused_or_valid(data: st.DataObject) -> None:
     body = data.draw(st.sampled_from(BODIES))
-    _check(data.draw(r3st.mutations(body)))
+    _check(data.draw(corruption.bytes_of(body)))
 
 
 @pytest.mark.parametrize("body", [*BODIES[:3], BODIES[6]], ids=["uint8", "int16", "nested", "frame"])
@@ -642,10 +652,11 @@ def test_any_json(value: Any, prompt: int) -> None:
 # Inputs that were once let through, or raised something else.
 
 
+@pytest.mark.case("R46")
 @pytest.mark.parametrize("shape", [[2**63, 0, 8], [2**62, 0, 8], [4, 0, 2**63]], ids=repr)
 @pytest.mark.parametrize("token_ids", [RESPONSE, []], ids=["tokens", "no-tokens"])
 def test_huge_dimensions_of_no_bytes(shape: list[int], token_ids: list[int]) -> None:
-    """R46, over the wire: orjson reads integers of 64 bits."""
+    """orjson reads integers of 64 bits."""
     body = _body(token_ids=token_ids, routed_experts={"data": "", "shape": shape, "dtype": "uint8"})
     assert _refused(body).field == "routed_experts.shape"
 
@@ -667,7 +678,7 @@ def test_a_long_reply_does_not_end_up_in_the_message() -> None:
         _body(routed_experts=None, finish_reason=long),
         _body(routed_experts={long: 1}),
         _body(routed_experts=long),
-        _body(routed_experts=r3st.envelope(IDS) | {"dtype": long}),
+        _body(routed_experts=oracle.envelope(IDS) | {"dtype": long}),
         _body(token_ids=long),
         orjson.dumps({"choices": long}),
         orjson.dumps({long: long}),

@@ -111,6 +111,7 @@ class TestClient(client_suite.ClientContract):
 
     # One request
 
+    @pytest.mark.case("R24")
     @pytest.mark.parametrize("encoding", [*ENCODINGS, NESTED])
     async def test_rows_are_counted_from_the_start_that_was_asked_for(self, encoding: str) -> None:
         rows = ROUTES[4:]
@@ -120,6 +121,7 @@ class TestClient(client_suite.ClientContract):
         assert server.requests[0]["sampling_params"]["routed_experts_prompt_start"] == 4
         np.testing.assert_array_equal(result.routed_experts, rows, strict=True)
 
+    @pytest.mark.case("R24")
     @pytest.mark.parametrize("start", range(len(PROMPT) + 1))
     async def test_every_start_gives_what_stock_gives(self, start: int) -> None:
         """SkyRL's own handler, which gives the start to the engine."""
@@ -183,7 +185,8 @@ class TestClient(client_suite.ClientContract):
         assert patched == stock
         assert patched["response_logprobs"] == (None if logprobs is None else [-4.5, -1.0, -3.0])
 
-    async def test_skyrl_s_trace_makes_the_routes_of_a_frame_writable(self) -> None:  # R89
+    @pytest.mark.case("R89")
+    async def test_skyrl_s_trace_makes_the_routes_of_a_frame_writable(self) -> None:
         from skyrl.backends.skyrl_train.utils.routed_experts import RoutedExpertTrace
 
         async with client_of(Server(lambda number, body: write(FRAME, RESPONSE, ROUTES))) as client:
@@ -258,6 +261,7 @@ class TestClient(client_suite.ClientContract):
         assert stock["cache_salt"] == "v7"
         assert list(patched) == list(stock)
 
+    @pytest.mark.case("R24")
     @pytest.mark.parametrize("change", [{"routed_experts_prompt_start": 9}, {"routed_experts_prompt_start": True}])
     async def test_arguments_that_stock_refuses_are_refused(self, change: dict[str, Any]) -> None:
         server = Server(lambda number, body: of_prompt(body))

@@ -114,8 +114,9 @@ class TestServer(server_suite.ServerContract):
         assert_reply(read(reply.content))
         assert read(reply.content).metadata["model"] == "adapter"
 
+    @pytest.mark.case("R59")
     @pytest.mark.parametrize("case", [*MODELS, "missing"])
-    async def test_every_name_of_the_base_model_is_accepted(self, case: str) -> None:  # R59
+    async def test_every_name_of_the_base_model_is_accepted(self, case: str) -> None:
         served = engine()
         body = asking(FRAME, model=MODELS.get(case))
         if case == "missing":
@@ -125,7 +126,8 @@ class TestServer(server_suite.ServerContract):
         assert_reply(read(reply.content))
         assert read(reply.content).metadata.get("model", "") == (MODELS.get(case) or "")
 
-    async def test_an_unknown_model_is_refused_as_in_stock(self) -> None:  # R59
+    @pytest.mark.case("R59")
+    async def test_an_unknown_model_is_refused_as_in_stock(self) -> None:
         served = engine()
         patched, stock = await with_and_without(
             lambda: self.lora_app(served), asking(FRAME, model="nobody"), plain=request(model="nobody")

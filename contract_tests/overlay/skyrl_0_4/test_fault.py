@@ -1,0 +1,9 @@
+"""Drift and failing patches, target by target, on SkyRL 0.4."""
+
+from __future__ import annotations
+
+from contract_tests.overlay.fault_suite import FaultContract
+
+
+class TestFault(FaultContract):
+    release = "0.4.0"
