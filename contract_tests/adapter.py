@@ -19,6 +19,10 @@ Array = np.ndarray[Any, Any]
 NESTED, PACKED, FRAME = ENCODINGS = ("nested", "packed", "frame/1")
 
 
+LONGEST_ERROR = 2_000
+"""Characters that the text of a refusal stays below: it is written to every log, and may quote what was given."""
+
+
 @dataclass(frozen=True)
 class Quirks:
     """What an implementation can do, and where it is known to take more than the contract allows.

@@ -44,8 +44,7 @@ _DEVIATIONS = pytest.StashKey[list[deviations.Deviation]]()
 _NOT_RUN = pytest.StashKey[dict[str, str]]()
 _RECORDER = pytest.StashKey[Recorder]()
 
-for _module in ("oracle",):
-    pytest.register_assert_rewrite(f"contract_tests.{_module}")
+pytest.register_assert_rewrite("contract_tests.oracle")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -58,8 +58,7 @@ class Recorder:
         elif report.skipped and not hasattr(report, "wasxfail"):
             self.left_out(item, report.longrepr[2] if isinstance(report.longrepr, tuple) else "skipped")
         elif report.skipped:
-            deviation = self._deviations.get(name_of(item))
-            self._row(item)["deviations"].append(asdict(deviation) if deviation else {"test": name_of(item)})
+            self._row(item)["deviations"].append(asdict(self._deviations[name_of(item)]))
         elif report.when == "call":
             self._row(item)["passed"] += 1
 
@@ -110,7 +109,7 @@ def markdown(reports: Sequence[Mapping[str, Any]]) -> str:
     names = dict.fromkeys(name for found in rows for name, row in found.items() if row["part"] in GENERIC)
     for name in names:
         text = next(found[name]["property"] for found in rows if name in found)
-        cells = [_cell(found.get(name), report) for found, report in zip(rows, reports, strict=True)]
+        cells = [_cell(found.get(name)) for found in rows]
         lines.append(f"| {' '.join(text.split())} | " + " | ".join(cells) + " |")
     for report in reports:
         lines += ["", f"## {report['implementation']}", "", _facts(report), ""]
@@ -135,7 +134,7 @@ def markdown(reports: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _cell(row: Mapping[str, Any] | None, report: Mapping[str, Any]) -> str:
+def _cell(row: Mapping[str, Any] | None) -> str:
     if row is None:
         return "not run"
     if row["failed"]:

@@ -115,10 +115,11 @@ def from_buffer(data: Any, *, shape: Any, dtype: Any) -> np.ndarray:
         CodecError: No such shape or dtype, another number of bytes, a negative id, or ids that a smaller dtype holds.
     """
     size = _size(shape, dtype)
-    if not memoryview(data).c_contiguous:
+    view = memoryview(data)
+    if not view.c_contiguous:
         raise CodecError("routed_experts", expected="bytes without gaps", got=describe(data))
-    if memoryview(data).nbytes != size:
-        raise CodecError("routed_experts", expected=f"{size} bytes", got=f"{memoryview(data).nbytes} bytes")
+    if view.nbytes != size:
+        raise CodecError("routed_experts", expected=f"{size} bytes", got=f"{view.nbytes} bytes")
     array = np.frombuffer(data, dtype=DTYPES[dtype]).reshape(shape)
     array = array.astype(DTYPES[dtype].newbyteorder("="), copy=False)
     smallest = array.dtype if array.dtype == np.uint8 else smallest_dtype(_largest(array))

@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 
-from contract_tests.adapter import Adapter
-
-LONGEST_ERROR = 2_000
+from contract_tests.adapter import LONGEST_ERROR, Adapter
 
 
 def attempt(impl: Adapter, call: Callable[[Any], Any], payload: Any) -> Any:

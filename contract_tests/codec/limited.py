@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from contract_tests import adapter, oracle
-from contract_tests.adapter import Reply
+from contract_tests.adapter import LONGEST_ERROR, Reply
 
 ROOM_BYTES = 64 * 2**20
 """What an implementation may have on top of what it has when it is loaded and has worked."""
@@ -81,7 +81,7 @@ def main() -> None:
             call(payload)
             outcomes[name] = "decoded"
         except impl.refusals as error:
-            outcomes[name] = "refused" if len(str(error)) < 2_000 else "refused, and quoted"
+            outcomes[name] = "refused" if len(str(error)) < LONGEST_ERROR else "refused, and quoted"
         except MemoryError:
             outcomes[name] = "MemoryError"
     Path(sys.argv[2]).write_text(json.dumps(outcomes), encoding="utf-8")
