@@ -110,7 +110,7 @@ class Child:
                 self.process.wait(STOP_S)
             except subprocess.TimeoutExpired:
                 self.process.kill()
-                self.process.wait()
+                self.process.wait(STOP_S)
         for pid in session_members(self.process.pid):
             try:
                 os.kill(pid, signal.SIGKILL)

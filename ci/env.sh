@@ -14,6 +14,7 @@ _r3_cache="${SKYRL_R3_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/skyrl-r3}"
 _r3_uv_pin="uv>=0.8,<1"
 
 _r3_say() { echo "[env] $*" >&2; }
+_r3_uv() { timeout --foreground -k 30 1800 "$SKYRL_R3_UV" "$@"; }
 _r3_fail() { echo "[env] error: $*" >&2; return 1; }
 
 # The interpreter behind a command, if that command really runs (a pyenv shim may exist and refuse) and is new enough.
@@ -35,7 +36,7 @@ _r3_find_python() {
     done
     _r3_find_uv >/dev/null || return 1
     _r3_say "no Python 3.12 here; getting one through uv"
-    "$SKYRL_R3_UV" python install 3.12 >&2 || { _r3_fail "uv could not install Python 3.12"; return 1; }
+    _r3_uv python install 3.12 >&2 || { _r3_fail "uv could not install Python 3.12"; return 1; }
     _r3_resolve_python "$("$SKYRL_R3_UV" python find --managed-python 3.12)" || _r3_fail "uv's Python 3.12 does not run"
 }
 
@@ -70,13 +71,13 @@ _r3_build() {
     # Compiled now: every process of the demo imports torch or vLLM, and some machines forbid writing .pyc files later.
     local -x UV_COMPILE_BYTECODE=1
     _r3_say "installing torch, SkyRL 0.3.0 with its requirements and vLLM for CPUs: 8 GB, the longest step"
-    "$SKYRL_R3_UV" venv -q --python "$SKYRL_R3_PY" "$env" &&
-        "$SKYRL_R3_UV" pip install -q --python "$env/bin/python" -r "$_r3_repo/ci/requirements-skyrl-0.3.txt" &&
-        "$SKYRL_R3_UV" pip install -q --python "$env/bin/python" --no-deps \
+    _r3_uv venv -q --python "$SKYRL_R3_PY" "$env" &&
+        _r3_uv pip install -q --python "$env/bin/python" -r "$_r3_repo/ci/requirements-skyrl-0.3.txt" &&
+        _r3_uv pip install -q --python "$env/bin/python" --no-deps \
             -r "$_r3_repo/ci/requirements-skyrl-0.3-no-deps.txt" &&
         _r3_say "installing SkyRL 0.4.0 and what it needs in other versions" &&
         _r3_layer "$env/line-0.4" "$env" &&
-        "$SKYRL_R3_UV" pip install -q --python "$env/line-0.4/bin/python" --no-deps \
+        _r3_uv pip install -q --python "$env/line-0.4/bin/python" --no-deps \
             -r "$_r3_repo/ci/requirements-skyrl-0.4-no-deps.txt" &&
         touch "$env/.complete" || { _r3_fail "could not make $env"; return 1; }
     _r3_say "made in $((SECONDS - start)) s"
@@ -85,7 +86,7 @@ _r3_build() {
 # An empty environment $1 that sees what is installed in the environment $2, but has whatever is installed in $1 first.
 # Whoever starts sys.executable, as Ray does for its workers and vLLM for its engine, gets $1, with no variable to inherit.
 _r3_layer() {
-    "$SKYRL_R3_UV" venv -q --python "$SKYRL_R3_PY" "$1" || return 1
+    _r3_uv venv -q --python "$SKYRL_R3_PY" "$1" || return 1
     "$1/bin/python" - "$2" <<'PY'
 import pathlib, sys, sysconfig
 
@@ -105,7 +106,7 @@ _r3_env() {
     SKYRL_R3_ENV="$_r3_cache/env-$(_r3_key)"
     if [ ! -e "$SKYRL_R3_ENV/.complete" ]; then
         (
-            flock 9
+            flock -w 3600 9 || { _r3_fail "another process has held $SKYRL_R3_ENV.lock for an hour"; exit 1; }
             [ -e "$SKYRL_R3_ENV/.complete" ] || _r3_build "$SKYRL_R3_ENV"
         ) 9>"$SKYRL_R3_ENV.lock" || return 1
     fi
@@ -121,13 +122,13 @@ r3_run_env() {
     local dir="$1" line
     rm -rf "$dir" && mkdir -p "$dir" || return 1
     # The cached environment has hatchling, so that a build needs no network.
-    "$SKYRL_R3_UV" build -q --wheel --no-build-isolation --python "$SKYRL_R3_ENV/bin/python" --out-dir "$dir/dist" \
+    _r3_uv build -q --wheel --no-build-isolation --python "$SKYRL_R3_ENV/bin/python" --out-dir "$dir/dist" \
         "$_r3_repo" >&2 || return 1
     for line in 0.3 0.4; do
         local below="$SKYRL_R3_ENV"
         [ "$line" = 0.3 ] || below="$SKYRL_R3_ENV/line-$line"
         _r3_layer "$dir/$line" "$below" &&
-            "$SKYRL_R3_UV" pip install -q --python "$dir/$line/bin/python" --no-deps "$dir"/dist/*.whl || return 1
+            _r3_uv pip install -q --python "$dir/$line/bin/python" --no-deps "$dir"/dist/*.whl || return 1
     done
 }
 

@@ -21,13 +21,14 @@ tests=(tests/train/dataset tests/train/generators tests/train/step_wise tests/tr
     tests/train/test_trainer.py tests/train/test_generator_postprocess.py tests/train/test_fully_async_trainer.py
     tests/train/test_eval.py tests/train/test_prompt_mini_batch.py tests/backends/skyrl_train/inference_servers
     tests/backends/skyrl_train/test_train_batch.py tests/backends/skyrl_train/workers)
+bounded=(timeout --foreground -s ABRT -k 60 3600)
 
 # No `set -e` for these two: some of SkyRL's tests need a GPU or a model hub and fail either way.
-SKYRL_R3=off "$work/env/0.3/bin/python" -m pytest "${tests[@]}" -q -p no:cacheprovider --continue-on-collection-errors \
-    --junitxml "$work/without.xml" >"$work/without.log" 2>&1 || true
+SKYRL_R3=off "${bounded[@]}" "$work/env/0.3/bin/python" -m pytest "${tests[@]}" -q -p no:cacheprovider \
+    --continue-on-collection-errors --junitxml "$work/without.xml" >"$work/without.log" 2>&1 || true
 # The flag is SkyRL's own setting, so that most tests run with it off; the hooks are in place all the same.
-"$work/env/0.3/bin/python" -m pytest "${tests[@]}" -q -p no:cacheprovider --continue-on-collection-errors \
-    --junitxml "$work/with.xml" >"$work/with.log" 2>&1 || true
+"${bounded[@]}" "$work/env/0.3/bin/python" -m pytest "${tests[@]}" -q -p no:cacheprovider \
+    --continue-on-collection-errors --junitxml "$work/with.xml" >"$work/with.log" 2>&1 || true
 
 "$work/env/0.3/bin/python" - "$work/without.xml" "$work/with.xml" <<'PY'
 import sys

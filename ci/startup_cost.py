@@ -29,7 +29,8 @@ def start_ms(python: str) -> tuple[float, float]:
 
 def import_ms(python: str) -> float:
     """Time to import this package's modules, by the interpreter's own account."""
-    report = subprocess.run([python, "-X", "importtime", "-c", "pass"], capture_output=True, text=True, check=True)
+    command = [python, "-X", "importtime", "-c", "pass"]
+    report = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     rows = [line.removeprefix("import time:").split("|") for line in report.stderr.splitlines() if "skyrl_r3" in line]
     return sum(int(own) for own, _, _ in rows) / 1e3
 

@@ -14,28 +14,42 @@ python="$work/env/0.3/bin/python"
 export SKYRL_R3_PYTHON_04="$work/env/0.4/bin/python" SKYRL_R3_ROUTER="$SKYRL_R3_ENV/bin/vllm-router"
 
 quietly=(-q -p no:cacheprovider --disable-warnings)
-step() { echo; echo "== $* (at $SECONDS s)"; }
+name="environments" began=0
+step() {
+    echo "-- $name: $((SECONDS - began)) s"
+    name="$*" began=$SECONDS
+    printf '\n== %s (at %s s)\n' "$name" "$SECONDS"
+}
+# A command that hangs is ended after half an hour, and 80 minutes after the start at the latest. $1 is the signal.
+bounded() {
+    local signal="$1" left_s=$((4800 - SECONDS)); shift
+    timeout --foreground -s "$signal" -k 60 $((left_s > 1800 ? 1800 : left_s > 1 ? left_s : 1)) "$@" && return
+    echo "status $? after $((SECONDS - began)) s of: $name" >&2
+    return 1
+}
+# On SIGABRT, pytest writes where each thread is.
+tests() { bounded ABRT "$1" -m pytest "${@:2}" "${quietly[@]}"; }
 
 step "ruff"
-"$SKYRL_R3_ENV/bin/ruff" check .
-"$SKYRL_R3_ENV/bin/ruff" format --check .
+bounded TERM "$SKYRL_R3_ENV/bin/ruff" check .
+bounded TERM "$SKYRL_R3_ENV/bin/ruff" format --check .
 step "pyright"
-"$SKYRL_R3_ENV/bin/pyright" --pythonpath "$python"
+bounded TERM "$SKYRL_R3_ENV/bin/pyright" --pythonpath "$python"
 step "contract suite in an environment with nothing but what its codec part needs"
-"$SKYRL_R3_UV" venv -q --python "$SKYRL_R3_PY" "$work/bare"
+bounded TERM "$SKYRL_R3_UV" venv -q --python "$SKYRL_R3_PY" "$work/bare"
 # In the releases of the other environments.
 grep -E '^(pytest|hypothesis|numpy|orjson|pybase64)(\[|=)' "$here/requirements-skyrl-0.3.txt" | sed 's/\[[a-z]*\]//' \
     >"$work/bare.txt"
-"$SKYRL_R3_UV" pip install -q --python "$work/bare/bin/python" -r "$work/bare.txt"
+bounded TERM "$SKYRL_R3_UV" pip install -q --python "$work/bare/bin/python" -r "$work/bare.txt"
 for impl in overlay naive; do
-    "$work/bare/bin/python" -m pytest contract_tests --impl "$impl" "${quietly[@]}"
+    tests "$work/bare/bin/python" contract_tests --impl "$impl"
 done
 step "contract suite, SkyRL 0.3"
-"$python" -m pytest contract_tests/codec contract_tests/http contract_tests/overlay "${quietly[@]}"
+tests "$python" contract_tests/codec contract_tests/http contract_tests/overlay
 step "contract suite, SkyRL 0.4"
-"$SKYRL_R3_PYTHON_04" -m pytest contract_tests/codec contract_tests/http contract_tests/overlay/skyrl_0_4 "${quietly[@]}"
+tests "$SKYRL_R3_PYTHON_04" contract_tests/codec contract_tests/http contract_tests/overlay/skyrl_0_4
 step "contract suite on SkyRL 0.4.0 itself"
-"$SKYRL_R3_PYTHON_04" -m pytest contract_tests --impl skyrl "${quietly[@]}"
+tests "$SKYRL_R3_PYTHON_04" contract_tests --impl skyrl
 step "demo"
-bash "$here/demo.sh"
+bounded TERM bash "$here/demo.sh"
 step "done"

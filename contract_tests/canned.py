@@ -131,4 +131,5 @@ async def served(app: Any) -> AsyncIterator[str]:
         yield f"http://127.0.0.1:{port}"
     finally:
         server.should_exit = True
-        await task
+        async with asyncio.timeout(60):
+            await task

@@ -8,15 +8,15 @@ from __future__ import annotations
 import os
 import pickle
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
 import pytest
 
-from contract_tests.child import REPO
+from contract_tests.child import GRACE_S, REPO, Child
 
 VARIABLE = "SKYRL_R3_PYTHON_04"
 
@@ -47,42 +47,50 @@ class Peer:
     def __init__(self, python: str, script: Path | str, *arguments: str, env: Mapping[str, str] | None = None) -> None:
         self._command = [python, str(script), *arguments]
         self._env = env or {}
-        self._process: subprocess.Popen[bytes] | None = None
+        self._child: Child | None = None
 
-    def start(self) -> subprocess.Popen[bytes]:
+    def start(self) -> Child:
         """Start it now, so that several get ready at once."""
-        if self._process is None:
+        if self._child is None:
             inherited = {key: value for key, value in os.environ.items() if key != "SKYRL_R3"}
             inherited |= {"PYTHONPATH": str(REPO), "CUDA_VISIBLE_DEVICES": "", **self._env}
-            self._process = subprocess.Popen(
-                self._command, env=inherited, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd="/"
-            )
-        return self._process
+            self._child = Child(self._command, env=inherited, cwd="/", pipes=True)
+        return self._child
 
     def ask(self, question: str, argument: Any = None) -> Any:
         """What the script's function of that name returns for ``argument``.
 
         Raises:
             PeerError: What it raised.
+            HungError: It did not answer.
         """
-        process = self.start()
-        assert process.stdin is not None
-        assert process.stdout is not None
-        pickle.dump((question, argument), process.stdin)
-        process.stdin.flush()
-        ok, answer = pickle.load(process.stdout)
+        child = self.start()
+        stdin, stdout = child.process.stdin, child.process.stdout
+        assert stdin is not None
+        assert stdout is not None
+        with child.within():
+            try:
+                pickle.dump((question, argument), stdin)
+                stdin.flush()
+                ok, answer = pickle.load(stdout)
+            except (BrokenPipeError, EOFError) as error:
+                raise RuntimeError(f"{self._command} has ended:\n{child.stderr()}") from error
         if not ok:
             raise PeerError(answer)
         return answer
 
     def stop(self) -> None:
-        """Close its questions, which ends it."""
-        if self._process is not None:
-            try:
-                self._process.communicate(timeout=30)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
+        """Close its questions, which ends it.
+
+        Raises:
+            HungError: It did not.
+        """
+        if self._child is not None:
+            with self._child as child:
+                assert child.process.stdin is not None
+                with suppress(BrokenPipeError):
+                    child.process.stdin.close()
+                child.wait(3 * GRACE_S)
 
     def __enter__(self) -> Self:
         return self

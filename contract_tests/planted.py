@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import base64
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -24,6 +22,7 @@ import pybase64
 
 from contract_tests import oracle
 from contract_tests.adapter import FRAME, Array, Reply, Turn
+from contract_tests.child import finish
 from contract_tests.implementations import Overlay
 from contract_tests.parts import HERE
 from skyrl_r3.errors import R3Error
@@ -571,7 +570,7 @@ def run(impl: str, *tests: str, report: Path) -> dict[str, Any]:
     """Run ``tests`` against ``impl`` in the ci profile, and give the report."""
     command = [sys.executable, "-m", "pytest", *(str(HERE / test) for test in tests), "--impl", impl, "-q"]
     command += ["--report", str(report), "-p", "no:cacheprovider", "--disable-warnings"]
-    ran = subprocess.run(command, cwd=HERE.parent, env=dict(os.environ), capture_output=True, text=True, check=False)
+    ran = finish(command, cwd=HERE.parent)
     if ran.returncode not in (0, 1):
         raise RuntimeError(f"status {ran.returncode}\n{ran.stdout}{ran.stderr}")
     return json.loads(report.read_text("utf-8"))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 
 import pytest
 
 from contract_tests.adapter import FRAME, PACKED, Adapter
+from contract_tests.child import finish
 from contract_tests.parts import HERE
 
 pytestmark = [
@@ -35,7 +35,7 @@ def outcomes(impl: Adapter, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE.parent), *filter(None, sys.path)])}
     path = tmp_path_factory.mktemp("limited") / "outcomes.json"
     command = [sys.executable, "-m", "contract_tests.codec.limited", impl.name, str(path)]
-    ran = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+    ran = finish(command, env=env)
     assert ran.returncode == 0, ran.stderr
     return json.loads(path.read_text("utf-8"))
 

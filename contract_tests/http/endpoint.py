@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -46,7 +47,8 @@ class Endpoint:
 
     async def send(self, body: bytes) -> httpx.Response:
         """The answer to a request with ``body``."""
-        return await self.client.post(URL, content=body, headers={"content-type": "application/json"})
+        async with asyncio.timeout(BOUND_S):
+            return await self.client.post(URL, content=body, headers={"content-type": "application/json"})
 
     async def read(self, prompt: list[int] | None = None) -> Read:
         """The reply to a request for the routes of ``prompt``, read apart from every implementation."""

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from contract_tests import golden
-from contract_tests.child import REPO
+from contract_tests.child import REPO, finish
 
 
 @pytest.fixture
@@ -54,13 +53,7 @@ def test_git_leaves_their_bytes_alone() -> None:
 @pytest.mark.parametrize("name", ["", "../v2", "/tmp/v2", "v2/x", "2", "v", "v1"])
 def test_what_is_no_new_version_is_refused_in_a_line(name: str) -> None:
     before = sorted(golden.FOLDER.parent.iterdir())
-    ran = subprocess.run(
-        [sys.executable, "-m", "contract_tests.golden", *filter(None, [name])],
-        cwd=REPO,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    ran = finish([sys.executable, "-m", "contract_tests.golden", *filter(None, [name])], cwd=REPO)
     assert ran.returncode == 1
     said = "v1 is there, and is never written anew" if name == "v1" else "usage: python -m contract_tests.golden v2"
     assert ran.stderr.splitlines() == [said]

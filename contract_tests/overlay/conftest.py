@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import sysconfig
 import zipfile
@@ -27,7 +26,7 @@ for _suite in (
 ):
     pytest.register_assert_rewrite(f"contract_tests.overlay.{_suite}_suite")
 
-from contract_tests.child import REPO  # noqa: E402
+from contract_tests.child import REPO, finish  # noqa: E402
 from contract_tests.overlay import fake_skyrl  # noqa: E402
 
 
@@ -59,7 +58,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     python = os.environ.get("SKYRL_R3_BUILD_PYTHON", sys.executable)
     command = [python, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
-    built = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=False)
+    built = finish(command, cwd=REPO)
     if built.returncode:
         pytest.fail(f"{' '.join(command)} failed; it needs hatchling:\n{built.stdout}{built.stderr}", pytrace=False)
     (path,) = folder.glob("*.whl")
@@ -98,7 +97,8 @@ def plain_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _environment(folder: Path, wheel: Path | None) -> Path:
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+    made = finish([sys.executable, "-m", "venv", "--without-pip", str(folder)])
+    assert made.returncode == 0, made.stderr
     python = folder / "bin" / "python"
     if wheel is not None:
         # The wheel is pure and has no data, so that to unpack it is to install it, but for its command.

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 import uuid
@@ -18,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from contract_tests.child import REPO, run_python
+from contract_tests.child import REPO, Child, finish, run_python
 from contract_tests.peer import python_04, router
 from skyrl_r3 import frame
 from skyrl_r3.bench import environments, plan, processes, targets
@@ -327,7 +326,7 @@ def test_paths_may_be_relative(tmp_path: Path) -> None:
     (tmp_path / "python").symlink_to("/bin/echo")
     env = os.environ | {"PYTHONPATH": str(REPO), "COLUMNS": "200"}
     command_line = command("--python", "./python")
-    ran = subprocess.run(command_line, env=env, cwd=tmp_path, capture_output=True, text=True, check=False)
+    ran = finish(command_line, env=env, cwd=tmp_path)
     assert f"{tmp_path}/python is no Python" in ran.stderr
 
 
@@ -365,12 +364,12 @@ def test_a_signal_waits_until_the_process_that_is_being_started_is_known(
 def test_no_process_outlives_an_interrupted_run(number: signal.Signals) -> None:
     mark = uuid.uuid4().hex
     env = os.environ | {"BENCH_TEST": mark, "PYTHONPATH": str(REPO)}
-    running = subprocess.Popen(command(), env=env, cwd="/", stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 120
-    while not any("bench.client" in line for line in left_behind(mark)):
-        assert running.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    running.send_signal(number)
-    assert running.wait(60) != 0
-    assert left_behind(mark) == []
+    with Child(command(), env=env, cwd="/") as running:
+        deadline = time.monotonic() + 120
+        while not any("bench.client" in line for line in left_behind(mark)):
+            assert running.process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        running.process.send_signal(number)
+        assert running.wait(60) != 0
+        assert left_behind(mark) == []

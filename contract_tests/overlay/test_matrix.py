@@ -7,7 +7,6 @@ fail as they do without the overlay.
 from __future__ import annotations
 
 import socket
-import subprocess
 import sys
 import time
 import urllib.request
@@ -19,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from contract_tests.child import GRACE_S, Child
 from contract_tests.overlay.matrix_peer import expected
 from contract_tests.peer import VARIABLE, Peer, PeerError, python_04, router
 
@@ -44,7 +44,7 @@ PROMPTS = [[1, 7, 11, 12, 13], [2, 8, 300, 2], [1, 9], [2, 10, 5, 5, 5, 5, 5, 5,
 class Cluster:
     """A client and a server of each side, and a router in front of each server."""
 
-    def __init__(self, stack: ExitStack, folder: Path) -> None:
+    def __init__(self, stack: ExitStack) -> None:
         self.clients, self.servers = {}, {}
         for side in SIDES:
             python = sys.executable if side.endswith("0.3.0") else python_04()
@@ -54,7 +54,7 @@ class Cluster:
                 peers[side] = stack.enter_context(Peer(python, script, role, env=env))
                 peers[side].start()
         self.direct = {side: server.ask("address") for side, server in self.servers.items()}
-        self.routed = {side: _router(stack, folder, url) for side, url in self.direct.items()}
+        self.routed = {side: _router(stack, url) for side, url in self.direct.items()}
 
     def generate(self, client: str, server: str, way: str, **batch: Any) -> Any:
         """What the client returns, and which encodings the server has written for it."""
@@ -64,7 +64,7 @@ class Cluster:
         return output, self.servers[server].ask("encodings")
 
 
-def _router(stack: ExitStack, folder: Path, url: str) -> str:
+def _router(stack: ExitStack, url: str) -> str:
     ports = []
     for _ in range(2):
         with socket.socket() as sock:
@@ -72,24 +72,24 @@ def _router(stack: ExitStack, folder: Path, url: str) -> str:
             ports.append(str(sock.getsockname()[1]))
     command = [router(), "--worker-urls", url, "--host", "127.0.0.1", "--port", ports[0]]
     command += ["--policy", "round_robin", "--prometheus-host", "127.0.0.1", "--prometheus-port", ports[1]]
-    log = (folder / f"router-{ports[0]}.log").open("wb")
-    process = stack.enter_context(subprocess.Popen(command, stdout=log, stderr=log))
-    stack.callback(process.terminate)
+    child = stack.enter_context(Child(command))
+    stack.callback(child.wait, GRACE_S)
+    stack.callback(child.process.terminate)
     address = f"http://127.0.0.1:{ports[0]}"
     for _ in range(300):
-        assert process.poll() is None, f"the router ended: {Path(log.name).read_text()[-2000:]}"
+        assert child.process.poll() is None, f"the router ended: {child.stdout()[-2000:]}{child.stderr()[-2000:]}"
         try:
             with urllib.request.urlopen(f"{address}/health", timeout=2):
                 return address
         except OSError:
             time.sleep(0.1)
-    pytest.fail(f"the router did not get ready: {Path(log.name).read_text()[-2000:]}")
+    pytest.fail(f"the router did not get ready: {child.stdout()[-2000:]}{child.stderr()[-2000:]}")
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def cluster() -> Iterator[Cluster]:
     with ExitStack() as stack:
-        yield Cluster(stack, tmp_path_factory.mktemp("matrix"))
+        yield Cluster(stack)
 
 
 @pytest.fixture(params=["direct", "router"])

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import tarfile
 import tomllib
@@ -17,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from contract_tests.child import REPO, run_python
+from contract_tests.child import REPO, finish, run_python
 from contract_tests.overlay.fake_skyrl import CONVERT, PREPROCESS
 
 PTH = "import skyrl_r3.autoload; skyrl_r3.autoload.start()\n"
@@ -160,12 +159,12 @@ def test_wheel_from_sdist_is_the_same(wheel: Path, tmp_path: Path) -> None:
     """``pip install`` of a source archive: the forced files are in it as well."""
     python = os.environ.get("SKYRL_R3_BUILD_PYTHON", sys.executable)
     build = [python, "-m", "hatchling", "build", "-d", str(tmp_path), "-t"]
-    subprocess.run([*build, "sdist"], cwd=REPO, check=True, capture_output=True)
+    finish([*build, "sdist"], cwd=REPO).check_returncode()
     (sdist,) = tmp_path.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         archive.extractall(tmp_path, filter="data")
     folder = tmp_path / sdist.name.removesuffix(".tar.gz")
-    subprocess.run([*build, "wheel"], cwd=folder, check=True, capture_output=True)
+    finish([*build, "wheel"], cwd=folder).check_returncode()
     (again,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(again) as new, zipfile.ZipFile(wheel) as old:
         assert {n: new.read(n) for n in new.namelist()} == {n: old.read(n) for n in old.namelist()}
