@@ -19,7 +19,7 @@ python="$work/env/0.4/bin/python"
 cp contract_tests/reports/head.md "$work/REPORT.md"
 for impl in overlay skyrl; do
     "$python" -m pytest contract_tests/codec contract_tests/http --impl "$impl" --hypothesis-profile "$profile" -q \
-        --report "$work/$impl.json" -p no:cacheprovider --disable-warnings
+        --report "$work/$impl.json" -p no:cacheprovider --disable-warnings -o faulthandler_timeout=3600
 done
 {
     "$python" -m contract_tests.report "$work/overlay.json" "$work/skyrl.json"

@@ -125,7 +125,7 @@ class Child:
     def end(self) -> None:
         """End it and what it has started. Those that are Python's write their stacks to stderr, one after the other."""
         below = _descendants(self.process.pid)  # Before it ends: nothing tells later whose they were.
-        _signal(self.process.pid, signal.SIGABRT)
+        self.process.send_signal(signal.SIGABRT)
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(GRACE_S)
         for pid in below:
