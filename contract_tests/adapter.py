@@ -89,7 +89,8 @@ class Reply:
 
     Attributes:
         routes: ``[rows, layers, topk]``, None where the reply has none.
-        metadata: What only a frame can tell: ``prompt_tokens``, ``start``, ``num_experts``, ``model``.
+        metadata: What only a frame can tell: ``prompt_tokens``, ``start``, ``num_experts``, ``layers``, ``moe_layers``
+            (a tuple, ascending), ``model``. What is unknown is not in it. A frame's ``topk`` is that of the routes.
     """
 
     token_ids: list[int]

@@ -54,11 +54,21 @@ def bytes_of(draw: st.DrawFn, body: bytes) -> bytes:
     return body
 
 
+# Texts.
+
+WRONG_LAYERS = [
+    "", " ", ",", "-", "0,", ",0", "0,,1", "1-", "-1", "0 ", " 0", "0\n", "+1", "00", "01", "1-1", "0,1", "0-1,2",
+    "0-2,2", "0-2,3", "2,0", "3-0", "0,0", "0-3-5", "0--3", "8", "7-8", "0-8", "1.0", "0x1", "1_0", "[0]", "0;2", "all",
+    "\uff11", "\u0663", "\u00b2", "9" * 5_000, "0-" + "9" * 20, "12345",
+]  # fmt: skip
+"""What a frame may not say of which layers route, where there are 8. Each set of layers has one text."""
+
 # Structure.
 
 _LEAVES: tuple[Any, ...] = (
     None, True, False, 0, 1, -1, 2, 255, 256, 2**15, 2**31 - 1, 2**31, 2**40, 2**63, 2**64 - 1, -(2**63), 0.5, 7.0,
     -0.0, 1e300, "", "0", "742", "uint8", "int16", "int32", "int64", "uint16", "<i2", "float32", "U8", "I16", "I32",
+    "3-60", "0-2,5", "4-2",
     "AAAA", "AA==", "é", "€\U0001f600", "\x00", "\x93NUMPY", [], {}, [0], [[0]], [None], {"data": "AAAA"},
 )  # fmt: skip
 _NAMES = ("data", "shape", "dtype", "start", "Data", "", "routed_experts", "x_routed_experts", "choices", "#", "é")

@@ -75,13 +75,19 @@ class Overlay(Adapter):
     def dump(self, reply: Reply, encoding: str) -> bytes:
         from skyrl_r3 import frame, packed
         from skyrl_r3 import reply as replies
+        from skyrl_r3.spec import RouteSpec
 
+        told = dict(reply.metadata)
+        spec = {name: told.pop(name) for name in ("num_experts", "layers", "moe_layers") if name in told}
+        if reply.routes is not None:
+            spec["topk"] = np.shape(reply.routes)[-1]
         made = replies.Reply(
             token_ids=np.array(reply.token_ids, np.int32),
             finish_reason=reply.finish_reason,
             logprobs=None if reply.logprobs is None else np.array(reply.logprobs, np.float64),
             routed_experts=reply.routes,
-            **reply.metadata,
+            spec=RouteSpec(**spec),
+            **told,
         )
         return frame.dump(made) if encoding == FRAME else packed.dump(made)
 
@@ -89,7 +95,8 @@ class Overlay(Adapter):
         from skyrl_r3 import wire
 
         found, _ = wire.load(body)
-        told = {name: getattr(found, name) for name in ("prompt_tokens", "start", "num_experts", "model")}
+        told = {name: getattr(found, name) for name in ("prompt_tokens", "start", "model")}
+        told |= {name: getattr(found.spec, name) for name in ("num_experts", "layers", "moe_layers")}
         return Reply(
             token_ids=found.token_ids.tolist(),
             finish_reason=found.finish_reason,

@@ -10,6 +10,7 @@ import base64
 import binascii
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -21,7 +22,8 @@ from contract_tests.adapter import FRAME, NESTED, Array, Reply
 ITEM_BYTES = {"uint8": 1, "int16": 2, "int32": 4}
 FORMAT = "skyrl-r3/1"
 _CODES = {"U8": "uint8", "I16": "int16", "I32": "int32"}
-_NUMBERS = ("prompt_tokens", "start", "num_experts")
+_NUMBERS = ("prompt_tokens", "start", "num_experts", "layers")
+_MOST_LAYERS = 4096
 
 
 def smallest(largest: int) -> str:
@@ -168,8 +170,9 @@ def write(reply: Reply, encoding: str, routes: Array | None = None) -> bytes:
 
 def _write_frame(reply: Reply, ids: Array | None) -> bytes:
     told = {"format": FORMAT, "finish_reason": reply.finish_reason, "model": reply.metadata.get("model")}
-    told |= {name: reply.metadata.get(name) for name in _NUMBERS}
-    told |= {"topk": None if ids is None else ids.shape[2]}
+    told |= {name: reply.metadata.get(name) for name in _NUMBERS[:-1]}
+    told |= {"topk": None if ids is None else ids.shape[2], "layers": reply.metadata.get("layers")}
+    told |= {"moe_layers": ranges(reply.metadata.get("moe_layers", ())) or None}
     tensors = [("token_ids", "I32", np.array(reply.token_ids, "<i4"))]
     if reply.logprobs is not None:
         tensors.append(("logprobs", "F32", np.array(reply.logprobs, "<f4")))
@@ -182,6 +185,14 @@ def _write_frame(reply: Reply, ids: Array | None) -> bytes:
         header[name] = {"dtype": code, "shape": list(array.shape), "data_offsets": [end, end + array.nbytes]}
         end += array.nbytes
     return frame(header, b"".join(array.tobytes() for _, _, array in tensors))
+
+
+def ranges(layers: Iterable[int]) -> str:
+    """The layers as the contract writes them."""
+    layers = sorted(layers)
+    firsts = [layer for layer in layers if layer - 1 not in layers]
+    lasts = [layer for layer in layers if layer + 1 not in layers]
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(firsts, lasts, strict=True))
 
 
 def frame(header: Any, data: bytes) -> bytes:
@@ -308,10 +319,26 @@ def _read_frame(body: bytes) -> Reply:
         if name in told:
             _need(told[name].isascii() and told[name].isdigit() and len(told[name]) <= 10, f"metadata {name}")
             metadata[name] = int(told[name])
+    if "moe_layers" in told:
+        metadata["moe_layers"] = _layers(told["moe_layers"], min(metadata.get("layers", _MOST_LAYERS), _MOST_LAYERS))
+    if "topk" in told:
+        _need(told["topk"].isascii() and told["topk"].isdigit() and len(told["topk"]) <= 10, "metadata topk")
+        _need(ids is None or not len(ids) or int(told["topk"]) == ids.shape[2], "another topk")
     if told.get("model"):
         metadata["model"] = told["model"]
     values = None if logprobs is None else logprobs.tolist()
     return Reply(tokens.tolist(), told.get("finish_reason"), values, ids, metadata)
+
+
+def _layers(text: str, limit: int) -> tuple[int, ...]:
+    """The layers in ``text``, each of which is compared, so that a claim costs nothing."""
+    found: set[int] = set()
+    for part in text.split(","):
+        _need(re.fullmatch("[0-9]{1,4}(-[0-9]{1,4})?", part) is not None, "moe_layers")
+        first, last = (int(number) for number in (part.split("-") * 2)[:2])
+        found.update(range(first, last + 1))
+    _need(bool(found) and max(found) < limit and ranges(found) == text, "moe_layers")
+    return tuple(sorted(found))
 
 
 def _tensor(name: str, info: Any, data: bytes) -> Array:

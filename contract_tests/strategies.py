@@ -443,10 +443,13 @@ def reply_fields(
 
     The number of rows is anybody's: which it should be is known to who asked.
     """
+    from skyrl_r3.spec import RouteSpec
+
     tokens = draw(st.lists(st.integers(0, 2**31 - 1) | st.just(2**31 - 1), max_size=5))
     values = draw(st.none() | st.lists(logprobs, min_size=len(tokens), max_size=len(tokens)))
     captured = draw(st.none() | routes())
     numbers = st.none() | st.integers(0, 2**31)
+    layers = draw(st.none() | st.integers(1, 100))
     fields = {
         "token_ids": VECTOR_LAYOUTS[draw(st.sampled_from(NATIVE_LAYOUTS))](np.array(tokens, np.int32)),
         "finish_reason": draw(st.none() | st.sampled_from(["stop", "length", "abort", ""]) | st.text(max_size=8)),
@@ -454,13 +457,25 @@ def reply_fields(
         "routed_experts": None if captured is None else captured.given,
         "prompt_tokens": draw(numbers),
         "start": draw(numbers),
-        "num_experts": draw(numbers),
+        "spec": RouteSpec(
+            layers=layers,
+            topk=draw(st.sampled_from([None, captured.values.shape[2]]) if captured is not None else numbers),
+            num_experts=draw(numbers),
+            moe_layers=draw(st.none() | moe_layers(layers)),
+        ),
         "model": draw(st.text(max_size=8)),
     }
     if values is not None:
         dtype = draw(st.sampled_from(dtypes))
         fields["logprobs"] = VECTOR_LAYOUTS[draw(st.sampled_from(layouts))](np.array(values, dtype))
     return fields, captured
+
+
+def moe_layers(layers: int | None) -> st.SearchStrategy[tuple[int, ...]]:
+    """Which of ``layers`` route, of at most 4,096 where that is unknown: some of them, or all but the first few."""
+    count = 4096 if layers is None else layers
+    some = st.sets(st.integers(0, count - 1), min_size=1, max_size=12).map(lambda found: tuple(sorted(found)))
+    return some | st.integers(0, count - 1).map(lambda first: tuple(range(first, count)))
 
 
 @st.composite
@@ -470,7 +485,9 @@ def replies(draw: st.DrawFn) -> Reply:
     logprobs = draw(st.none() | st.lists(LOGPROBS, min_size=len(tokens), max_size=len(tokens)))
     captured = draw(st.none() | ids(shape=draw(full_shapes())))
     numbers = st.none() | st.integers(0, 2**31)
+    layers = draw(st.none() | st.integers(1, 100))
     told = {name: draw(numbers) for name in ("prompt_tokens", "start", "num_experts")} | {"model": draw(TEXT)}
+    told |= {"layers": layers, "moe_layers": draw(st.none() | moe_layers(layers))}
     return Reply(
         token_ids=tokens,
         finish_reason=draw(st.none() | st.sampled_from(["stop", "length", "abort", ""]) | TEXT),

@@ -86,6 +86,10 @@ class DriftError(OverlayError):
     """A function to be replaced is not what the patch was written for, so that nothing is replaced."""
 
 
+class EngineError(OverlayError):
+    """The inference engine cannot capture routes the way it was started. ``field`` names the flags."""
+
+
 def describe(value: object) -> str:
     """Name ``value`` shortly for the ``got`` of an error: its type, and what tells it from its like."""
     if isinstance(value, np.ndarray):

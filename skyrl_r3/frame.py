@@ -4,8 +4,9 @@
 - N bytes: the header, JSON, padded with spaces so that the buffers begin at a multiple of 8.
 - The buffers, without gaps: ``token_ids`` I32 [response], ``logprobs`` F32 [response] (absent when not asked for) and
   ``routed_experts`` U8, I16 or I32 [rows, layers, topk] (absent when there are none), little-endian, C order.
-- ``__metadata__``, strings: ``format`` = ``skyrl-r3/1``, ``finish_reason``, ``prompt_tokens``, ``start``,
-  ``num_experts``, ``topk``, ``model``. What is unknown is left out; readers ignore keys that they don't know.
+- ``__metadata__``, strings: ``format`` = ``skyrl-r3/1``, ``finish_reason``, ``model``, ``prompt_tokens``, ``start``,
+  and of the model ``num_experts``, ``topk``, ``layers`` and ``moe_layers``, those of them that route, as ``1,3,5-7``.
+  What is unknown is left out; readers ignore keys that they don't know, and refuse rows of another width than ``topk``.
 
 Any safetensors reader opens it. It is written and read by hand because safetensors' own functions copy every tensor
 twice to write and once to read, and write arrays that are not C-contiguous in the wrong order.
@@ -24,6 +25,7 @@ import orjson
 from skyrl_r3 import codec
 from skyrl_r3.errors import CodecError, ReplyError, describe
 from skyrl_r3.reply import Reply
+from skyrl_r3.spec import RouteSpec, layers_text, read_layers
 
 FRAME = "frame/1"
 CONTENT_TYPE = "application/vnd.skyrl-r3.frame"
@@ -33,7 +35,8 @@ _ROUTES = "routed_experts"
 _MAX_HEADER_BYTES = 2**16
 _ROUTE_DTYPES = {"U8": "uint8", "I16": "int16", "I32": "int32"}
 _OTHER_DTYPES = {"token_ids": ("I32", np.dtype("<i4")), "logprobs": ("F32", np.dtype("<f4"))}
-_NUMBERS = ("prompt_tokens", "start", "num_experts")
+_NUMBERS = ("prompt_tokens", "start")
+_SPEC_NUMBERS = ("num_experts", "topk", "layers")
 
 
 def dump(reply: Reply) -> bytes:
@@ -52,6 +55,8 @@ def pieces(reply: Reply) -> list[Buffer]:
     """
     metadata = {"format": FORMAT, "finish_reason": reply.finish_reason, "model": reply.model or None}
     metadata |= {name: getattr(reply, name) for name in _NUMBERS}
+    metadata |= {name: getattr(reply.spec, name) for name in _SPEC_NUMBERS}
+    metadata["moe_layers"] = layers_text(reply.spec.moe_layers or ()) or None
     arrays: list[tuple[str, str, np.ndarray]] = [("token_ids", "I32", np.ascontiguousarray(reply.token_ids))]
     if reply.logprobs is not None:
         arrays.append(("logprobs", "F32", np.ascontiguousarray(reply.logprobs, dtype=np.float32)))
@@ -59,7 +64,6 @@ def pieces(reply: Reply) -> list[Buffer]:
         ids = codec.canonical(reply.routed_experts)
         name = next(name for name, dtype in _ROUTE_DTYPES.items() if dtype == ids.dtype.name)
         arrays.append((_ROUTES, name, ids))
-        metadata["topk"] = ids.shape[2]
     header: dict[str, Any] = {"__metadata__": {key: str(value) for key, value in metadata.items() if value is not None}}
     end = 0
     for name, dtype, array in arrays:
@@ -118,11 +122,16 @@ def load(body: bytes | bytearray | memoryview) -> Reply:
             routes = codec.from_buffer(pieces[_ROUTES], shape=shape, dtype=_ROUTE_DTYPES[found])
         except CodecError as error:
             raise error.at("") from error
+    spec = _spec(metadata)
+    if routes is not None and len(routes) and spec.topk not in (None, routes.shape[2]):
+        expected = f"{routes.shape[2]} as in {_ROUTES}"
+        raise ReplyError("__metadata__.topk", expected=expected, got=str(spec.topk))
     return Reply(
         token_ids=arrays["token_ids"],
         finish_reason=metadata.get("finish_reason"),
         logprobs=arrays.get("logprobs"),
         routed_experts=routes,
+        spec=spec,
         model=metadata.get("model", ""),
         **{name: _number(metadata, name) for name in _NUMBERS},
     )
@@ -177,6 +186,13 @@ def _number(metadata: dict[str, str], name: str) -> int | None:
     if not (text.isascii() and text.isdigit() and len(text) <= 10):
         raise ReplyError(f"__metadata__.{name}", expected="a number in decimal digits", got=describe(text))
     return int(text)
+
+
+def _spec(metadata: dict[str, str]) -> RouteSpec:
+    numbers = {name: _number(metadata, name) for name in _SPEC_NUMBERS}
+    text, layers = metadata.get("moe_layers"), numbers["layers"]
+    routing = None if text is None else read_layers(text, layers=layers, field="__metadata__.moe_layers")
+    return RouteSpec(moe_layers=routing, **numbers)
 
 
 def _pieces(header: dict[str, Any], data: memoryview) -> dict[str, memoryview]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, repeat
 from typing import Any
 
 import numpy as np
 
 from skyrl_r3.errors import MissingRoutesError, ReplyError, describe
+from skyrl_r3.spec import RouteSpec
 
 FLOORED_LOGPROB = -9999.0
 """Stands for a missing or non-finite logprob: the value that vLLM's own OpenAI endpoints use."""
@@ -28,7 +29,7 @@ class Reply:
             token ``start + i`` of prompt and response.
         prompt_tokens: Length of the prompt as the server counted it. Only the frame tells.
         start: The first token that has a row, vLLM's ``routed_experts_prompt_start``. Only the frame tells.
-        num_experts: Of the model, None where unknown. Only the frame tells.
+        spec: What the model's routes look like, as the server read it. Only the frame tells.
         model: The name of the model or adapter that was asked for, empty where unknown. Only the frame tells.
     """
 
@@ -38,7 +39,7 @@ class Reply:
     routed_experts: np.ndarray | None
     prompt_tokens: int | None = None
     start: int | None = None
-    num_experts: int | None = None
+    spec: RouteSpec = field(default_factory=RouteSpec)
     model: str = ""
 
     def __post_init__(self) -> None:

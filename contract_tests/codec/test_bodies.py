@@ -21,6 +21,11 @@ from contract_tests.codec.test_golden import assert_same
 from contract_tests.corruption import fed
 
 BODIES = {name: [case.bodies[name] for case in golden.read("v1")] for name in ENCODINGS}
+BODIES[FRAME].append(
+    oracle.write(
+        Reply([7], routes=np.array([[[4, 9]] * 9], np.uint8), metadata={"layers": 9, "moe_layers": (1, 3, 4, 8)}), FRAME
+    )
+)
 
 
 @given(reply=r3st.replies())
@@ -283,6 +288,15 @@ WRONG_FRAMES = {
         b"",
     ),
     "metadata that is no number": _frame(_of("__metadata__", prompt_tokens="4.0")),
+    "layers that are no number": _frame(_of("__metadata__", layers="many")),
+    "another topk than that of the routes": _frame(_of("__metadata__", topk="3")),
+    "a topk that is no number": _frame(_of("__metadata__", topk="two")),
+    **{
+        f"moe_layers {text[:12]!a}": _frame(_of("__metadata__", layers="8", moe_layers=text))
+        for text in corruption.WRONG_LAYERS
+    },
+    "moe_layers without end": _frame(_of("__metadata__", moe_layers="0-4096")),
+    "moe_layers that repeat": _frame(_of("__metadata__", moe_layers=",".join(["0-4095"] * 4_000))),
     "a header that is a list": _frame(lambda header: b"[]"),
     "a header of another encoding": _frame(lambda header: orjson.dumps(header).decode().encode("utf-16")),
     "a header with NaN": _frame(lambda header: orjson.dumps(header).replace(b"[2]", b"[NaN]", 1)),
@@ -356,6 +370,10 @@ OTHER_FRAMES = {
     "escapes": _frame(lambda header: json.dumps(header).replace("model", "\\u006dodel").encode()),
     "a lot of padding": _frame(lambda header: orjson.dumps(header) + b" " * 1_000),
     "metadata that nobody knows": _frame(_of("__metadata__", note="é", other="")),
+    "all layers that there may be": _frame(_of("__metadata__", moe_layers="0-4095")),
+    "layers that are 8 of 8": _frame(_of("__metadata__", layers="8", moe_layers="0,2-3,5-7")),
+    "more layers than any model has": _frame(_of("__metadata__", layers="9999999999", moe_layers="4095")),
+    "no topk": _frame(lambda header: header["__metadata__"].pop("topk") and None),
 }
 
 

@@ -21,6 +21,7 @@ from contract_tests import strategies as r3st
 from skyrl_r3 import frame
 from skyrl_r3.errors import CodecError, R3Error, ReplyError
 from skyrl_r3.reply import Reply
+from skyrl_r3.spec import RouteSpec, layers_text
 
 TOKENS = np.array([21, 22], np.int32)
 LOGPROBS = np.array([-0.5, -9999.0], np.float32)
@@ -95,25 +96,26 @@ def _assert_routes(array: Any, values: r3st.Array) -> None:
 def test_exact_bytes_of_small_ids() -> None:
     body = frame.dump(_reply(routed_experts=np.array([[[1, 2], [3, 255]]], np.uint16), prompt_tokens=0, start=0))
     assert body == (
-        b"\x30\x01\0\0\0\0\0\0"
-        b'{"__metadata__":{"format":"skyrl-r3/1","finish_reason":"stop","prompt_tokens":"0","start":"0","topk":"2"},'
+        b"\x20\x01\0\0\0\0\0\0"
+        b'{"__metadata__":{"format":"skyrl-r3/1","finish_reason":"stop","prompt_tokens":"0","start":"0"},'
         b'"token_ids":{"dtype":"I32","shape":[2],"data_offsets":[0,8]},'
         b'"logprobs":{"dtype":"F32","shape":[2],"data_offsets":[8,16]},'
-        b'"routed_experts":{"dtype":"U8","shape":[1,2,2],"data_offsets":[16,20]}}     '
+        b'"routed_experts":{"dtype":"U8","shape":[1,2,2],"data_offsets":[16,20]}}'
         b"\x15\0\0\0\x16\0\0\0\0\0\0\xbf\0\x3c\x1c\xc6\x01\x02\x03\xff"
     )
 
 
 def test_exact_bytes_of_wide_ids_and_everything_known() -> None:
     ids = np.array([[[256, 32767]]], np.uint16)
-    known = {"prompt_tokens": 3, "start": 1, "num_experts": 40000, "model": "é"}
+    spec = RouteSpec(num_experts=40000, topk=2, layers=61, moe_layers=(*range(3, 60), 60))
+    known: dict[str, Any] = {"prompt_tokens": 3, "start": 1, "spec": spec, "model": "é"}
     assert frame.dump(_reply(routed_experts=ids, **known)) == (
-        b"\x50\x01\0\0\0\0\0\0"
+        b"\x78\x01\0\0\0\0\0\0"
         b'{"__metadata__":{"format":"skyrl-r3/1","finish_reason":"stop","model":"\xc3\xa9","prompt_tokens":"3",'
-        b'"start":"1","num_experts":"40000","topk":"2"},'
+        b'"start":"1","num_experts":"40000","topk":"2","layers":"61","moe_layers":"3-60"},'
         b'"token_ids":{"dtype":"I32","shape":[2],"data_offsets":[0,8]},'
         b'"logprobs":{"dtype":"F32","shape":[2],"data_offsets":[8,16]},'
-        b'"routed_experts":{"dtype":"I16","shape":[1,1,2],"data_offsets":[16,20]}} '
+        b'"routed_experts":{"dtype":"I16","shape":[1,1,2],"data_offsets":[16,20]}}       '
         b"\x15\0\0\0\x16\0\0\0\0\0\0\xbf\0\x3c\x1c\xc6\0\x01\xff\x7f"
     )
 
@@ -121,10 +123,10 @@ def test_exact_bytes_of_wide_ids_and_everything_known() -> None:
 def test_exact_bytes_of_the_widest_ids_without_logprobs() -> None:
     ids = np.array([[[32768], [2**31 - 1]]], np.int64)
     assert frame.dump(_reply(routed_experts=ids, logprobs=None, finish_reason=None)) == (
-        b"\xb8\0\0\0\0\0\0\0"
-        b'{"__metadata__":{"format":"skyrl-r3/1","topk":"1"},'
+        b"\xb0\0\0\0\0\0\0\0"
+        b'{"__metadata__":{"format":"skyrl-r3/1"},'
         b'"token_ids":{"dtype":"I32","shape":[2],"data_offsets":[0,8]},'
-        b'"routed_experts":{"dtype":"I32","shape":[1,2,1],"data_offsets":[8,16]}} '
+        b'"routed_experts":{"dtype":"I32","shape":[1,2,1],"data_offsets":[8,16]}}    '
         b"\x15\0\0\0\x16\0\0\0\0\x80\0\0\xff\xff\xff\x7f"
     )
 
@@ -165,7 +167,7 @@ def test_what_is_written_is_read(made: tuple[dict[str, Any], r3st.Routes | None]
         assert got.routed_experts is None
     else:
         _assert_routes(got.routed_experts, routes.values)
-    for name in ("finish_reason", "prompt_tokens", "start", "num_experts", "model"):
+    for name in ("finish_reason", "prompt_tokens", "start", "spec", "model"):
         assert getattr(got, name) == fields[name]
 
 
@@ -242,7 +244,8 @@ def test_safetensors_reads_what_is_written(made: tuple[dict[str, Any], r3st.Rout
 
 def test_a_saved_reply_opens_with_its_metadata(tmp_path: Path) -> None:
     path = tmp_path / "reply.safetensors"
-    known = {"prompt_tokens": 3, "start": 1, "num_experts": 128, "model": "é"}
+    spec = RouteSpec(num_experts=128, topk=3, layers=8, moe_layers=(1, 3, 5, 6, 7))
+    known: dict[str, Any] = {"prompt_tokens": 3, "start": 1, "spec": spec, "model": "é"}
     path.write_bytes(frame.dump(_reply(**known)))
     with safetensors.safe_open(path, framework="numpy") as document:
         assert document.metadata() == {
@@ -252,6 +255,8 @@ def test_a_saved_reply_opens_with_its_metadata(tmp_path: Path) -> None:
             "start": "1",
             "num_experts": "128",
             "topk": "3",
+            "layers": "8",
+            "moe_layers": "1,3,5-7",
             "model": "é",
         }
         assert set(document.keys()) == {"token_ids", "logprobs", "routed_experts"}
@@ -446,11 +451,11 @@ def test_no_metadata() -> None:
 
 def test_other_metadata_are_ignored() -> None:
     """Servers of later versions may say more."""
-    reply = frame.load(_with_metadata(note="x", moe_layers="1,2,3", topk="not a number", **{"": "", "é": "é"}))
+    reply = frame.load(_with_metadata(note="x", moe_layer="1,2,3", top_k="not a number", **{"": "", "é": "é"}))
     assert reply.finish_reason == "stop"
 
 
-@pytest.mark.parametrize("name", ["prompt_tokens", "start", "num_experts"])
+@pytest.mark.parametrize("name", ["prompt_tokens", "start", "num_experts", "topk", "layers"])
 @pytest.mark.parametrize(
     "text",
     ["", " ", "-1", "+1", " 1", "1 ", "1\n", "\uff11", "\u0663", "\u00b2", "1e3", "1.0", "1_000", "0x1", "None", "null",
@@ -465,8 +470,74 @@ def test_numbers_are_decimal_digits(name: str, text: str) -> None:
 @pytest.mark.parametrize("name", ["prompt_tokens", "start", "num_experts"])
 @pytest.mark.parametrize("number", [0, 1, 9_999_999_999])
 def test_numbers_that_are_read(name: str, number: int) -> None:
-    assert getattr(frame.load(_with_metadata(**{name: str(number)})), name) == number
-    assert getattr(frame.load(_with_metadata()), name) is None
+    def read(**metadata: str) -> Any:
+        reply = frame.load(_with_metadata(**metadata))
+        return getattr(reply.spec if name in ("num_experts", "layers") else reply, name)
+
+    assert read(**{name: str(number)}) == number
+    assert read() is None
+
+
+@pytest.mark.case("R12")
+def test_rows_of_another_width_than_the_model_s() -> None:
+    """Columns of shared experts, say. They are not cut off."""
+    ids = np.arange(36).reshape(4, 1, 9)
+    body = frame.dump(_reply(routed_experts=ids, spec=RouteSpec(topk=8, num_experts=32)))
+    error = _refused(body)
+    assert (error.field, error.expected, error.got) == ("__metadata__.topk", "9 as in routed_experts", "8")
+    assert frame.load(frame.dump(_reply(routed_experts=ids))).spec == RouteSpec()
+    assert frame.load(frame.dump(_reply(routed_experts=ids[:0], spec=RouteSpec(topk=8)))).spec.topk == 8
+    assert frame.load(frame.dump(_reply(routed_experts=None, spec=RouteSpec(topk=8)))).spec.topk == 8
+
+
+# Layers, as ranges: one text for each set of them.
+
+LAYERS = {
+    "0": (0,),
+    "4095": (4095,),
+    "0-1": (0, 1),
+    "3-60": tuple(range(3, 61)),
+    "1,3,5-7": (1, 3, 5, 6, 7),
+    "0-4095": tuple(range(4096)),
+    "0-98,100-199": (*range(99), *range(100, 200)),
+}
+
+
+@pytest.mark.parametrize("text", LAYERS)
+def test_layers_that_are_read(text: str) -> None:
+    assert frame.load(_with_metadata(moe_layers=text)).spec.moe_layers == LAYERS[text]
+    assert layers_text(LAYERS[text]) == text
+
+
+@pytest.mark.parametrize("text", corruption.WRONG_LAYERS, ids=lambda text: ascii(text[:12]))
+def test_layers_that_are_refused(text: str) -> None:
+    error = _refused(_with_metadata(moe_layers=text, layers="8"))
+    assert error.field == "__metadata__.moe_layers"
+    assert error.expected == "ascending ranges of layers below 8, as 1,3,5-7"
+
+
+@pytest.mark.parametrize("layers", [None, "4096", "4097", "9999999999"])
+def test_layers_are_bounded_whatever_the_frame_says(layers: str | None) -> None:
+    told = {} if layers is None else {"layers": layers}
+    assert _refused(_with_metadata(moe_layers="0-4096", **told)).field == "__metadata__.moe_layers"
+    assert frame.load(_with_metadata(moe_layers="4095", **told)).spec.moe_layers == (4095,)
+
+
+def test_layers_that_are_spelled_out_over_and_over_take_no_room() -> None:
+    body = _with_metadata(moe_layers=",".join(["0-4095"] * 9_000))
+    _refused(body)
+    tracemalloc.start()
+    try:
+        _refused(body)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 2_000_000
+
+
+def test_a_model_that_does_not_route_says_nothing_of_layers() -> None:
+    spec = RouteSpec(layers=2, num_experts=0, moe_layers=())
+    assert frame.load(frame.dump(_reply(spec=spec))).spec == RouteSpec(layers=2, num_experts=0)
 
 
 # Names.
@@ -774,13 +845,18 @@ def _check(body: bytes) -> bool:
     assert reply.logprobs is None or len(reply.logprobs) == len(reply.token_ids)
     if reply.routed_experts is not None:
         _assert_routes(reply.routed_experts, reply.routed_experts.astype(np.int64))
-    for number in (reply.prompt_tokens, reply.start, reply.num_experts):
+    spec = reply.spec
+    for number in (reply.prompt_tokens, reply.start, spec.num_experts, spec.topk, spec.layers):
         assert number is None or 0 <= number < 10**10
+    if spec.moe_layers is not None:
+        assert list(spec.moe_layers) == sorted(set(spec.moe_layers))
+        assert 0 <= spec.moe_layers[0] <= spec.moe_layers[-1] < min(4096, 4096 if spec.layers is None else spec.layers)
     return True
 
 
+SPEC = RouteSpec(num_experts=128, topk=3, layers=9, moe_layers=(0, 2, 3, 7))
 BODIES = [
-    frame.dump(_reply(prompt_tokens=3, start=0, num_experts=128, model="m")),
+    frame.dump(_reply(prompt_tokens=3, start=0, spec=SPEC, model="m")),
     frame.dump(_reply(routed_experts=np.full((1, 1, 2), 300), logprobs=None)),
     frame.dump(_reply(routed_experts=None)),
     _document(*_header()),

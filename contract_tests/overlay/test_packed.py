@@ -17,6 +17,7 @@ from contract_tests import strategies as r3st
 from skyrl_r3 import packed
 from skyrl_r3.errors import CodecError, ReplyError
 from skyrl_r3.reply import Reply
+from skyrl_r3.spec import RouteSpec
 
 IDS = np.arange(4 * 2 * 3, dtype=np.uint8).reshape(4, 2, 3)
 
@@ -135,7 +136,7 @@ def test_what_is_written_is_read(made: tuple[dict[str, Any], r3st.Routes | None]
     else:
         oracle.assert_canonical(reply.routed_experts, routes.values)
     # JSON has no place for these.
-    assert (reply.prompt_tokens, reply.start, reply.num_experts, reply.model) == (None, None, None, "")
+    assert (reply.prompt_tokens, reply.start, reply.spec, reply.model) == (None, None, RouteSpec(), "")
 
 
 def test_a_reply_of_skyrl_is_read_with_what_else_it_holds() -> None:

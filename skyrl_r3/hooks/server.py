@@ -22,7 +22,9 @@ from fastapi import HTTPException, Request, Response
 
 from skyrl_r3 import codec, frame, packed, wire
 from skyrl_r3.errors import OverlayError, R3Error
+from skyrl_r3.hooks.engine import check_start, refuse_combinations, route_spec
 from skyrl_r3.reply import FLOORED_LOGPROB, Reply, sampled_logprobs
+from skyrl_r3.spec import RouteSpec
 
 logger = logging.getLogger(__name__)
 
@@ -111,16 +113,18 @@ def _replacement(original: Callable[..., None], encodings: Sequence[str]) -> Cal
         bound = signature.bind(*args, **kwargs)
         if not getattr(bound.arguments["cli_args"], "enable_return_routed_experts", False):
             return original(*args, **kwargs)
+        engine = bound.arguments["engine"]
+        refuse_combinations(bound.arguments["cli_args"], engine)
         routes = bound.arguments["app"].router.routes
         there = list(routes)
-        tap = bound.arguments["engine"] = EngineTap(bound.arguments["engine"])
+        tap = bound.arguments["engine"] = EngineTap(engine)
         original(*bound.args, **bound.kwargs)
         added = (route for route in routes if route not in there)
         stock = next((route for route in added if getattr(route, "path", None) == wire.GENERATE_PATH), None)
         if stock is None:
             expected = f"an endpoint at {wire.GENERATE_PATH}"
             raise OverlayError("VLLMServerActor._add_custom_endpoints", expected=expected, got="none")
-        _replace_endpoint(bound.arguments["app"], stock, tap, encodings)
+        _replace_endpoint(bound.arguments["app"], stock, tap, encodings, route_spec(engine))
 
     return _add_custom_endpoints
 
@@ -137,7 +141,7 @@ def refuse_custom_endpoints(original: Callable[..., None], error: R3Error) -> Ca
     return _add_custom_endpoints
 
 
-def _replace_endpoint(app: Any, route: Any, tap: EngineTap, encodings: Sequence[str]) -> None:
+def _replace_endpoint(app: Any, route: Any, tap: EngineTap, encodings: Sequence[str], spec: RouteSpec) -> None:
     """Serve ``route`` of ``app`` ourselves, with its present endpoint for the requests that are not ours."""
     stock = route.endpoint
 
@@ -145,10 +149,9 @@ def _replace_endpoint(app: Any, route: Any, tap: EngineTap, encodings: Sequence[
     async def generate(request: Request) -> Any:
         body = await _json_object(request)
         wanted, token_ids = body.get(wire.ENCODINGS_FIELD), body.get("token_ids")
-        if wanted is None:
-            return await stock(request)
         try:
-            encoding = wire.choose_encoding(wanted, encodings)
+            check_start(body)  # Of every request: they share the engine.
+            encoding = wire.choose_encoding(wanted, encodings) if wanted is not None else encodings[-1]
         except R3Error as error:
             raise HTTPException(status_code=400, detail=str(error)) from error
         # Sample support is SkyRL 0.4's, and so is the reply that has it.
@@ -159,7 +162,7 @@ def _replace_endpoint(app: Any, route: Any, tap: EngineTap, encodings: Sequence[
         if not outputs:
             return answer  # The handler did not give these token ids to the engine. Its answer is right, but stock.
         try:
-            reply = _reply(outputs[0], body, _num_experts(tap))
+            reply = _reply(outputs[0], body, spec)
             if encoding == frame.FRAME:
                 return PiecesResponse(frame.pieces(reply), frame.CONTENT_TYPE)
             return PiecesResponse(packed.pieces(reply), "application/json")
@@ -180,13 +183,7 @@ async def _json_object(request: Request) -> dict[str, Any]:
     return body if isinstance(body, dict) else {}
 
 
-def _num_experts(engine: Any) -> int | None:
-    """Of the model, as vLLM's engine tells it; None where it does not."""
-    count = getattr(getattr(engine, "model_config", None), "get_num_experts", lambda: None)()
-    return count if isinstance(count, int) and count > 0 else None
-
-
-def _reply(output: Any, request: dict[str, Any], num_experts: int | None) -> Reply:
+def _reply(output: Any, request: dict[str, Any], spec: RouteSpec) -> Reply:
     completion = output.outputs[0]
     token_ids = list(completion.token_ids)
     logprobs = None
@@ -206,13 +203,16 @@ def _reply(output: Any, request: dict[str, Any], num_experts: int | None) -> Rep
         # The reply is sent from the array's own memory. One that vLLM has made for this request owns it (0.30.0
         # concatenates chunks); what is a view may be written again before the last byte is out.
         routes = codec.compact(routes)
+    prompt, start = len(request["token_ids"]), (request.get("sampling_params") or {}).get(wire.START_FIELD, 0)
+    if routes is not None and len(routes) == prompt + len(token_ids) - 1:
+        start = 0  # A vLLM that does not know it has returned all rows.
     return Reply(
         token_ids=np.frombuffer(array("i", token_ids), dtype=np.int32),
         finish_reason=completion.finish_reason,
         logprobs=logprobs,
         routed_experts=routes,
-        prompt_tokens=len(request["token_ids"]),
-        start=(request.get("sampling_params") or {}).get(wire.START_FIELD) or 0,
-        num_experts=num_experts,
+        prompt_tokens=prompt,
+        start=start,
+        spec=spec,
         model=request.get("model") or "",
     )
