@@ -14,6 +14,7 @@ import pytest
 for _suite in (
     "client",
     "cluster",
+    "engine",
     "fault",
     "flag_off",
     "life",
