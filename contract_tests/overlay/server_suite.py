@@ -75,6 +75,13 @@ def asking(*encodings: str, **more: Any) -> dict[str, Any]:
     return request(**{ASKS: list(encodings)}, **more)
 
 
+def starting(start: Any, *encodings: str) -> dict[str, Any]:
+    """A request for the rows from ``start`` on, as a stock client's without ``encodings``."""
+    body = asking(*encodings) if encodings else request()
+    body["sampling_params"]["routed_experts_prompt_start"] = start
+    return body
+
+
 async def with_and_without(
     app: Callable[[], Any], body: Any, *, plain: Any = None, raw: bytes | None = None
 ) -> tuple[httpx.Response, httpx.Response]:
@@ -181,16 +188,29 @@ class ServerContract:
             "finish_reason": "stop",
             "prompt_tokens": "5",
             "start": "0",
-            "topk": "2",
             "model": "org/model",
         }
 
-    @pytest.mark.parametrize(("tells", "number"), [(16, "16"), (0, None), (None, None)])
+    async def test_the_frame_tells_what_the_model_s_routes_look_like(self) -> None:
+        served: Any = engine()
+        fields = {"num_hidden_layers": 3, "n_routed_experts": 16, "num_experts_per_tok": 2, "first_k_dense_replace": 1}
+        config = SimpleNamespace(model_type="deepseek_v3", **fields)
+        served.model_config = SimpleNamespace(hf_text_config=config, get_num_experts=lambda: 16)
+        app = self.app(served)
+        config.num_hidden_layers = 5  # It was read when the endpoint was installed.
+        told = {"num_experts": "16", "topk": "2", "layers": "3", "moe_layers": "1-2"}
+        for _ in range(2):
+            found = read((await post(app, asking(FRAME))).content)
+            assert {name: found.metadata.get(name) for name in told} == told
+            assert_reply(found)
+
+    @pytest.mark.parametrize(("tells", "number"), [(16, "16"), (None, None)])
     async def test_the_frame_tells_how_many_experts_the_engine_says_there_are(self, tells: Any, number: Any) -> None:
         served: Any = engine()
         served.model_config = SimpleNamespace(get_num_experts=lambda: tells)
         found = read((await post(self.app(served), asking(FRAME))).content)
         assert found.metadata.get("num_experts") == number
+        assert {"topk", "layers", "moe_layers"} & set(found.metadata) == set()
 
     @pytest.mark.case("R14")
     @pytest.mark.parametrize("encoding", ENCODINGS)
@@ -254,6 +274,87 @@ class ServerContract:
         assert params.routed_experts_prompt_start == 4
         assert found.metadata["start"] == "4"
         np.testing.assert_array_equal(found.routes, ROUTES[4:], strict=True)
+
+    @pytest.mark.case("R78")
+    @pytest.mark.parametrize("start", [1, 4, 5])
+    async def test_a_start_that_the_engine_ignores_is_0_in_the_frame(self, start: int) -> None:
+        found = read((await post(self.app(engine()), starting(start, FRAME))).content)
+        assert found.metadata["start"] == "0"
+        assert_reply(found)
+
+    # A start that an engine would die of
+
+    @pytest.mark.case("R24")
+    @pytest.mark.parametrize("asks", [[FRAME], [PACKED], [FRAME, PACKED, NESTED], []])
+    @pytest.mark.parametrize(
+        "start",
+        [6, 7, 2**70, -1, True, False, None, 2.0, "2", [2], {}, math.nan, "2" * 5000],
+        ids=lambda v: repr(v)[:9],
+    )
+    async def test_a_start_outside_of_the_prompt_never_reaches_the_engine(self, start: Any, asks: Any) -> None:
+        served = engine()
+        app = self.app(served)
+        body = starting(start, *asks)
+        # The standard library writes what orjson does not: a number of 70 bits, and NaN.
+        reply = await post(app, None, raw=json.dumps(body).encode())
+        assert reply.status_code == 400
+        detail = reply.json()["detail"]
+        field, expected = (
+            "sampling_params.routed_experts_prompt_start",
+            "an integer from 0 to 5 for a prompt of 5 tokens",
+        )
+        assert detail.startswith(f"{field}: expected {expected}, got ")
+        assert len(detail) < 300
+        assert served.requests == []
+        assert_reply(read((await post(app, asking(FRAME))).content))
+
+    @pytest.mark.case("R24")
+    @pytest.mark.parametrize("asks", [[FRAME], []])
+    @pytest.mark.parametrize(
+        ("version", "right"),
+        [("0.22.0", False), ("0.23.0", False), ("0.29.0", False), ("0.30.0rc1", False), ("dev", False), (None, False),
+         ("0.30.0", True), ("0.30.0+cpu", True), ("0.30.1.dev3", True), ("0.33.0", True)],
+    )  # fmt: skip
+    async def test_the_end_of_the_prompt_is_a_start_for_a_vllm_that_survives_it(
+        self, version: str | None, right: bool, asks: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        import vllm
+
+        if version is None:
+            monkeypatch.delattr(vllm, "__version__")
+        else:
+            monkeypatch.setattr(vllm, "__version__", version)
+        served = engine(routed_experts=ROUTES[5:])
+        app = self.app(served)
+        body = starting(5, *asks)
+        reply = await post(app, body)
+        assert (reply.status_code == 200) is (len(served.requests) == 1) is right
+        if right:
+            np.testing.assert_array_equal(read(reply.content).routes, ROUTES[5:])
+        else:
+            assert "expected an integer from 0 to 4 for a prompt of 5 tokens, got 5" in reply.json()["detail"]
+            assert "0.30.0" in reply.json()["detail"]
+        assert (await post(app, starting(4, FRAME))).status_code == 200
+
+    @pytest.mark.parametrize(
+        "change",
+        [{"token_ids": None}, {"token_ids": "12"}, {"sampling_params": None}, {"sampling_params": [["x", 1]]}],
+        ids=repr,
+    )
+    async def test_the_guard_leaves_other_wrong_requests_to_stock(self, change: dict[str, Any]) -> None:
+        body = starting(99, FRAME) | change
+        plain = {name: value for name, value in body.items() if name != ASKS}
+        patched, stock = await with_and_without(lambda: self.app(engine()), body, plain=plain)
+        assert_same(patched, stock)
+
+    async def test_a_server_without_the_flag_guards_nothing(self) -> None:
+        served = engine(routed_experts=None)
+        body = starting(99, FRAME)
+        patched, stock = await with_and_without(
+            lambda: self.app(served, enable_return_routed_experts=False), body, plain=body
+        )
+        assert_same(patched, stock)
+        assert patched.status_code == 200
 
     @pytest.mark.case("R33")
     @pytest.mark.parametrize("encoding", ENCODINGS)
