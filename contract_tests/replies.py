@@ -12,6 +12,7 @@ from safetensors.numpy import load, save
 
 FRAME, PACKED, NESTED = "frame/1", "packed", "nested"
 ASKS = "routed_experts_encodings"
+START = "routed_experts_prompt_start"
 URL = "/skyrl/v1/generate"
 FRAME_TYPE = "application/vnd.skyrl-r3.frame"
 

@@ -85,6 +85,10 @@ async def client_at(address: str, tokenizer: Any = None, **options: Any) -> Asyn
 
 
 def reply_to(request: dict[str, Any], token_ids: list[int], routes: Any, logprobs: Any = None) -> bytes:
-    """What a server with the overlay answers, or one without if the request does not ask for an encoding."""
+    """What a server with the overlay answers, or one without if the request does not ask for an encoding.
+
+    ``routes`` are those of all tokens, of which vLLM returns those from the request's start on.
+    """
     encoding = request.get(replies.ASKS, [replies.NESTED])[0]
-    return replies.write(encoding, token_ids, replies.compacted(routes), logprobs)
+    start = (request.get("sampling_params") or {}).get(replies.START) or 0
+    return replies.write(encoding, token_ids, replies.compacted(routes[start:]), logprobs)

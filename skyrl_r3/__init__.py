@@ -9,11 +9,12 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
+    from skyrl_r3 import metrics
     from skyrl_r3.overlay import TargetStatus, disable, enable, status
     from skyrl_r3.routes import RoutedExperts
 
 __version__ = "0.2.0"
-__all__ = ["RoutedExperts", "TargetStatus", "__version__", "disable", "enable", "status"]
+__all__ = ["RoutedExperts", "TargetStatus", "__version__", "disable", "enable", "metrics", "status"]
 
 _HOMES = {
     "RoutedExperts": "skyrl_r3.routes",
@@ -29,4 +30,8 @@ def __getattr__(name: "str") -> "Any":
         from importlib import import_module
 
         return getattr(import_module(_HOMES[name]), name)
+    if name == "metrics":
+        from importlib import import_module
+
+        return import_module("skyrl_r3.metrics")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -3,10 +3,8 @@
 The tensor is ``[batch, tokens, layers, topk]``, left-padded as SkyRL lays out sequences, in the smallest dtype that
 holds the batch. Every row is written once, straight into the final buffer.
 
-Rows without a captured route (left padding, the last sampled token, a synthetic end-of-sequence token) hold topk
-*distinct* ids: a top-k router never picks one expert twice, and repeated ids make the token counts of an all-to-all
-dispatch come out short. Their ids walk through all experts seen in the batch instead of repeating ``0..topk-1``,
-which would send every padding token to the rank that holds the first experts.
+Rows without a captured route (left padding, the last sampled token, a synthetic end-of-sequence token, rows that the
+policy has masked) hold what :mod:`skyrl_r3.padding` puts there.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from skyrl_r3 import codec
+from skyrl_r3 import codec, padding
 from skyrl_r3.codec import smallest_dtype
 from skyrl_r3.errors import CodecError, RouteError, describe
 from skyrl_r3.routes import RoutedExperts
@@ -28,7 +26,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _FIELD = "rollout_expert_indices"
-_BLOCK_ROWS = 512
 
 
 def pad_routes(
@@ -45,7 +42,8 @@ def pad_routes(
         sequences: Token ids ``[batch, tokens]``, left-padded.
         lengths: Per sample, its number of tokens, prompt and response.
         loss_masks: Per sample, ``[response]``, which of its tokens count in the loss. Where more of them than the last
-            one do, the sample must have routes. Those that have none are counted in a warning.
+            one do, the sample must have routes. Those that have none are counted in a warning. A sample without a
+            response has no routes, whatever was captured of its prompt.
 
     Returns:
         ids ``[batch, tokens, layers, topk]`` (uint8, int16 or int32), or None where no sample has a route and none
@@ -61,6 +59,9 @@ def pad_routes(
     if not len(routes) == len(lengths) == len(loss_masks) == batch:
         got = f"{len(routes)} with {len(lengths)} lengths and {len(loss_masks)} masks"
         raise RouteError(_FIELD, expected=f"{batch} entries, one for each sequence", got=got)
+    # What was captured for a request that was aborted before its first token is nothing to go by, and nobody has looked
+    # at it.
+    routes = [entry if len(mask) else None for entry, mask in zip(routes, loss_masks, strict=True)]
     arrays = [_checked_array(entry, i) for i, entry in enumerate(routes)]
     uncovered = [0] * batch
     for i, (ids, length) in enumerate(zip(arrays, lengths, strict=True)):
@@ -98,8 +99,9 @@ def pad_routes(
             if isinstance(entry, RoutedExperts):
                 _check_tokens(entry, sequence_ids[i, start:], i)
             out[i, start:end] = ids
+            filled = padding.fill_masked(out[i, start:end], filled, num_seen)
         for gap in (out[i, :start], out[i, end:]):
-            filled = _fill(gap, filled, num_seen)
+            filled = padding.fill(gap, filled, num_seen)
     return tensor
 
 
@@ -177,20 +179,3 @@ def _check_tokens(entry: RoutedExperts, token_ids: np.ndarray, index: int) -> No
             hint="These routes were captured for other tokens than the sample holds: something has moved samples "
             "without their routes.",
         )
-
-
-def _fill(gap: np.ndarray, filled: int, num_experts: int) -> int:
-    """Give each row of ``gap`` [rows, layers, topk] distinct ids, going on round all experts after ``filled`` rows.
-
-    In blocks, because the ids are made as int64 and a gap may be as long as the longest sequence.
-
-    Returns:
-        The number of rows filled so far.
-    """
-    topk = gap.shape[-1]
-    for start in range(0, len(gap), _BLOCK_ROWS):
-        block = gap[start : start + _BLOCK_ROWS]
-        ids = np.arange(filled * topk, (filled + len(block)) * topk) % num_experts
-        block[:] = ids.astype(gap.dtype).reshape(-1, 1, topk)
-        filled += len(block)
-    return filled

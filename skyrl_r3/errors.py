@@ -37,13 +37,18 @@ class R3Error(Exception):
 
     def at(self, where: str) -> ReplyError:
         """This error as one of the reply that came from ``where``."""
-        places = ", ".join(filter(None, (self.where, where)))
         kind = type(self) if isinstance(self, ReplyError) else ReplyError
-        return kind(self.field, expected=self.expected, got=self.got, where=places, hint=self.hint)
+        return kind(**self._arguments() | {"where": self._places(where)})
+
+    def _places(self, where: str) -> str:
+        return ", ".join(filter(None, (self.where, where)))
+
+    def _arguments(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("field", "expected", "got", "where", "hint")}
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Keyword-only arguments do not survive BaseException's own pickling, and Ray pickles what a task raises.
-        return _rebuild, (type(self), self.field, self.expected, self.got, self.where, self.hint)
+        return _rebuild, (type(self), self._arguments())
 
 
 _LONGEST = 200
@@ -54,8 +59,8 @@ def _cut(text: str) -> str:
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}… ({len(text)} characters)"
 
 
-def _rebuild(cls: type[R3Error], field: str, expected: str, got: str, where: str, hint: str) -> R3Error:
-    return cls(field, expected=expected, got=got, where=where, hint=hint)
+def _rebuild(cls: type[R3Error], arguments: dict[str, Any]) -> R3Error:
+    return cls(**arguments)
 
 
 class CodecError(R3Error, ValueError):
@@ -66,7 +71,43 @@ class ReplyError(R3Error):
     """A reply of the inference server that arrived whole and is wrong. It is never requested again."""
 
 
-class MissingRoutesError(ReplyError):
+class RoutesError(ReplyError):
+    """The routes of a reply are wrong, and the rest of it may be right, so that one sample is lost and not the run.
+
+    Attributes:
+        kind: What was found, one of :data:`skyrl_r3.policy.ACTIONS`.
+    """
+
+    def __init__(self, field: str, *, kind: str, **rest: str) -> None:
+        super().__init__(field, **rest)
+        self.kind = kind
+
+    def at(self, where: str) -> RoutesError:
+        """This error at ``where``."""
+        return type(self)(**self._arguments() | {"where": self._places(where)})
+
+    def _arguments(self) -> dict[str, Any]:
+        return super()._arguments() | {"kind": self.kind}
+
+
+class BrokenRoutesError(RoutesError):
+    """Routes that cannot be decoded.
+
+    Attributes:
+        reply: What came with them, None after pickling.
+    """
+
+    reply: Any = None
+
+    @classmethod
+    def of(cls, error: R3Error, reply: Any) -> BrokenRoutesError:
+        """``error``, which was found in the routes of ``reply``."""
+        made = cls(**error._arguments(), kind="broken")
+        made.reply = reply
+        return made
+
+
+class MissingRoutesError(RoutesError):
     """A reply without routed experts although the client asked for them."""
 
 

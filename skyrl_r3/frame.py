@@ -23,7 +23,7 @@ import numpy as np
 import orjson
 
 from skyrl_r3 import codec
-from skyrl_r3.errors import CodecError, ReplyError, describe
+from skyrl_r3.errors import BrokenRoutesError, CodecError, ReplyError, describe
 from skyrl_r3.reply import Reply
 from skyrl_r3.spec import RouteSpec, layers_text, read_layers
 
@@ -93,6 +93,7 @@ def load(body: bytes | bytearray | memoryview) -> Reply:
         The reply. Its arrays are views of ``body``, which lives as long as one of them, and read-only where it is.
 
     Raises:
+        BrokenRoutesError: The routes are wrong and the rest is right.
         ReplyError: Anything else than such a frame.
     """
     header, data = _header(body)
@@ -113,20 +114,20 @@ def load(body: bytes | bytearray | memoryview) -> Reply:
                 expected = f"[tokens] in {len(pieces[name])} bytes"
                 raise ReplyError(f"{name}.shape", expected=expected, got=describe(shape))
             arrays[name] = np.frombuffer(pieces[name], dtype=dtype).astype(dtype.newbyteorder("="), copy=False)
-    routes = None
+    spec, routes, wrong = _spec(metadata), None, None
     if _ROUTES in pieces:
         found, shape = header[_ROUTES]["dtype"], header[_ROUTES]["shape"]
-        if not isinstance(found, str) or found not in _ROUTE_DTYPES:
-            raise ReplyError(f"{_ROUTES}.dtype", expected=f"one of {', '.join(_ROUTE_DTYPES)}", got=describe(found))
         try:
+            if not isinstance(found, str) or found not in _ROUTE_DTYPES:
+                expected = f"one of {', '.join(_ROUTE_DTYPES)}"
+                raise CodecError(f"{_ROUTES}.dtype", expected=expected, got=describe(found))
             routes = codec.from_buffer(pieces[_ROUTES], shape=shape, dtype=_ROUTE_DTYPES[found])
+            if len(routes) and spec.topk not in (None, routes.shape[2]):
+                expected = f"{routes.shape[2]} as in {_ROUTES}"
+                raise CodecError("__metadata__.topk", expected=expected, got=str(spec.topk))
         except CodecError as error:
-            raise error.at("") from error
-    spec = _spec(metadata)
-    if routes is not None and len(routes) and spec.topk not in (None, routes.shape[2]):
-        expected = f"{routes.shape[2]} as in {_ROUTES}"
-        raise ReplyError("__metadata__.topk", expected=expected, got=str(spec.topk))
-    return Reply(
+            routes, wrong = None, error
+    reply = Reply(
         token_ids=arrays["token_ids"],
         finish_reason=metadata.get("finish_reason"),
         logprobs=arrays.get("logprobs"),
@@ -135,6 +136,9 @@ def load(body: bytes | bytearray | memoryview) -> Reply:
         model=metadata.get("model", ""),
         **{name: _number(metadata, name) for name in _NUMBERS},
     )
+    if wrong is not None:
+        raise BrokenRoutesError.of(wrong, reply) from wrong
+    return reply
 
 
 def _header(body: bytes | bytearray | memoryview) -> tuple[dict[str, Any], memoryview]:

@@ -60,11 +60,15 @@ _failures: list[OverlayError] = []
 """Why a patch could not be applied although its target fits. From then on nothing is applied in this process."""
 
 
-def enable() -> list[TargetStatus]:
+def enable(*, checks: str | None = None) -> list[TargetStatus]:
     """Apply the overlay in this process, for what is imported already and for what will be.
 
     Needed where the wheel's ``.pth`` file is not read: editable installs and notebooks. For Ray workers name it as
     the job's ``worker_process_setup_hook``. To enable twice is to enable once.
+
+    Args:
+        checks: The policy for wrong routes, in the place of ``SKYRL_R3_CHECKS``: see :mod:`skyrl_r3.policy`. It stays
+            until another one is given.
 
     Returns:
         The state of every target, as :func:`status` gives it.
@@ -72,7 +76,13 @@ def enable() -> list[TargetStatus]:
     Raises:
         UnsupportedSkyRLError: SkyRL is missing or of another release than those supported.
         DriftError: A target is not what its patch was written for. Nothing is applied.
+        OverlayError: ``checks`` describes no policy.
     """
+    if checks is not None:
+        # Not at the top: the import hook imports this module, and must not bring numpy into every process.
+        from skyrl_r3 import policy
+
+        policy.use(checks)
     if autoload.is_off():
         value = os.environ[autoload.SWITCH].strip().lower()
         logger.warning("skyrl-r3 stays off: %s=%s is set", autoload.SWITCH, value)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import reprlib
 from array import array as Array
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -16,7 +17,7 @@ import numpy as np
 import orjson
 
 from skyrl_r3 import codec
-from skyrl_r3.errors import CodecError, ReplyError, RouteError, describe
+from skyrl_r3.errors import BrokenRoutesError, CodecError, ReplyError, RouteError, describe
 from skyrl_r3.reply import Reply
 from skyrl_r3.routes import as_token_array
 
@@ -108,6 +109,7 @@ def read(parsed: Any) -> tuple[Reply, str]:
     """The reply in parsed JSON, and which encoding its routes come in, :data:`PACKED` or :data:`NESTED`.
 
     Raises:
+        BrokenRoutesError: The routes are wrong and the rest is right.
         ReplyError: Not such a reply.
     """
     choices = parsed.get("choices") if isinstance(parsed, dict) else None
@@ -124,14 +126,19 @@ def read(parsed: Any) -> tuple[Reply, str]:
         raise ReplyError("finish_reason", expected="a reason", got=got)
     routes = choice.get("routed_experts")
     try:
-        reply = Reply(
-            token_ids=as_token_array(token_ids),
-            finish_reason=reason,
-            logprobs=_logprobs(choice.get("logprobs"), len(token_ids)),
-            routed_experts=_routes(routes),
-        )
-    except (CodecError, RouteError) as error:
+        tokens = as_token_array(token_ids)
+    except RouteError as error:
         raise error.at("") from error
+    reply = Reply(
+        token_ids=tokens,
+        finish_reason=reason,
+        logprobs=_logprobs(choice.get("logprobs"), len(token_ids)),
+        routed_experts=None,
+    )
+    try:
+        reply = replace(reply, routed_experts=_routes(routes))
+    except (CodecError, ReplyError) as error:
+        raise BrokenRoutesError.of(error, reply) from error
     return reply, NESTED if isinstance(routes, list) else PACKED
 
 

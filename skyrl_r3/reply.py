@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from skyrl_r3.errors import MissingRoutesError, ReplyError, describe
+from skyrl_r3.errors import MissingRoutesError, ReplyError, RoutesError, describe
 from skyrl_r3.spec import RouteSpec
 
 FLOORED_LOGPROB = -9999.0
@@ -60,6 +60,11 @@ class Reply:
             wrong = float(self.logprobs[~fits][0])
             raise ReplyError("logprobs", expected="finite numbers of float32", got=describe(wrong))
 
+    @property
+    def rows(self) -> int:
+        """How many rows of routes came."""
+        return 0 if self.routed_experts is None else len(self.routed_experts)
+
     def routes_for(self, *, prompt: int, start: int = 0) -> np.ndarray:
         """The routes, if they are those of the request.
 
@@ -69,19 +74,24 @@ class Reply:
 
         Returns:
             ids ``[rows, layers, topk]`` with one row for each token from ``start`` on that was fed to the model
-            (prompt + response - 1 - start: the last sampled token never is).
+            (prompt + response - 1 - start: the last sampled token never is), or from 0 on, where the engine knows no
+            start.
 
         Raises:
-            ReplyError: Another number of rows, no layers or no experts, or the server counted other tokens.
+            RoutesError: Another number of rows, no layers or no experts, or the server counted other tokens.
             MissingRoutesError: Tokens, but no routes.
         """
-        for name, counted, sent in (("prompt_tokens", self.prompt_tokens, prompt), ("start", self.start, start)):
-            if counted is not None and counted != sent:
-                raise ReplyError(name, expected=f"{sent} as in the request", got=str(counted))
         response, ids = len(self.token_ids), self.routed_experts
+        if self.prompt_tokens not in (None, prompt):
+            expected = f"{prompt} as in the request"
+            raise RoutesError("prompt_tokens", kind="prompt", expected=expected, got=str(self.prompt_tokens))
+        if self.start not in (None, start, 0):
+            expected = f"{start} as in the request" + (", or 0" if start else "")
+            raise RoutesError("start", kind="rows", expected=expected, got=str(self.start))
         if ids is None and response:
             raise MissingRoutesError(
                 "routed_experts",
+                kind="missing",
                 expected="the routes of the reply",
                 got=f"null with finish_reason {self.finish_reason!r}",
                 hint="Start the inference server with --enable-return-routed-experts "
@@ -91,20 +101,22 @@ class Reply:
         if ids is None:
             return np.empty((0, 0, 0), dtype=np.uint8)
         # A request that was aborted before its first token trains nothing, whatever part of its prompt was captured.
-        if response and len(ids) != prompt + response - 1 - start:
+        first = prompt + response - 1 - len(ids)
+        if response and first not in ((start, 0) if self.start is None else (self.start,)):
             counted = f"prompt {prompt} + response {response} - 1" + (f" - start {start}" if start else "")
-            raise ReplyError(
+            raise RoutesError(
                 "routed_experts.shape",
+                kind="rows",
                 expected=f"{prompt + response - 1 - start} rows from {counted}",
                 got=f"{len(ids)} rows",
                 hint="The engine and this client disagree on what was generated, so no row can be trusted.",
             )
-        if not response and len(ids) > prompt - start:
-            expected = f"at most {prompt - start} rows for a prompt of {prompt - start} and no response"
-            raise ReplyError("routed_experts.shape", expected=expected, got=f"{len(ids)} rows")
+        if not response and len(ids) > prompt:
+            expected = f"at most {prompt} rows for a prompt of {prompt} and no response"
+            raise RoutesError("routed_experts.shape", kind="rows", expected=expected, got=f"{len(ids)} rows")
         if len(ids) and not ids.size:
             expected = "at least one layer and one expert a row"
-            raise ReplyError("routed_experts.shape", expected=expected, got=describe(ids))
+            raise RoutesError("routed_experts.shape", kind="shape", expected=expected, got=describe(ids))
         return ids
 
 

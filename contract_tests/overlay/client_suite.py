@@ -497,7 +497,8 @@ class ClientContract:
             under_way.add(index)
             most.append(len(under_way))
             await asyncio.sleep(0.01)  # Without it, each is answered before the next one comes.
-            body = write(FRAME, RESPONSE, np.full((4, 2**14, 16), index, np.uint8))
+            ids = np.broadcast_to(np.arange(index, index + 16, dtype=np.uint8), (4, 2**14, 16))
+            body = write(FRAME, RESPONSE, ids)
             under_way.remove(index)
             return json_reply(body)
 
@@ -508,7 +509,7 @@ class ClientContract:
         assert 2 < max(most) <= 16
         for index, routes in enumerate(output["rollout_expert_indices"]):
             ids = self.ids(routes)
-            assert (ids.shape, ids.min(), ids.max()) == ((4, 2**14, 16), index, index)
+            assert (ids.shape, ids.min(), ids.max()) == ((4, 2**14, 16), index, index + 15)
 
     async def test_cancelling_a_request_does_not_retry_it(self) -> None:
         async def slow(request: web.Request) -> web.Response:

@@ -19,6 +19,7 @@ for _suite in (
     "flag_off",
     "life",
     "manifest",
+    "metrics",
     "order",
     "overlay",
     "patcher",

@@ -87,6 +87,8 @@ def batches(draw: st.DrawFn) -> Batch:
         rows = draw(st.integers(0, length))
         max_id = draw(st.sampled_from(max_ids))
         ids = draw(r3st.ids(max_ids=(max_id,), shape=(rows, layers, topk)))
+        if topk > 1:
+            ids[~ids.any(axis=(1, 2)), -1, -1] = 1  # All zero is no route.
         # Trimming can leave a wide array with small ids, so any dtype of the wire that holds them is right.
         wide = ["uint8", "int16", "int32"][["uint8", "int16", "int32"].index(oracle.smallest(max_id)) :]
         ids = ids.astype(draw(st.sampled_from(wide)))
@@ -228,7 +230,7 @@ def test_padding_goes_on_where_it_stopped() -> None:
         (["int16", "int16"], [200, 90], torch.uint8),
         (["int32", "int16"], [200, 90], torch.uint8),
         (["int16", "uint8"], [255, 255], torch.uint8),
-        (["int16", "uint8"], [256, 0], torch.int16),
+        (["int16", "uint8"], [256, 1], torch.int16),
         (["int16", "int32"], [256, 32767], torch.int16),
         (["uint8", "int16", "int32"], [7, 256, 32768], torch.int32),
         (["int32", "int16", "uint8"], [32768, 256, 7], torch.int32),
@@ -247,9 +249,9 @@ def test_mixed_dtypes(dtypes: list[str], max_ids: list[int], expected: torch.dty
 @pytest.mark.case("R81")
 def test_topk_above_the_experts_seen() -> None:
     """Fewer experts seen than slots, so padding needs ids of its own."""
-    tensor = pad_routes([np.zeros((1, 1, 3), np.uint8)], _sequences([3]), [3], [True])
+    tensor = pad_routes([np.array([[[0, 1, 1]]], np.uint8)], _sequences([3]), [3], [True])
     assert tensor is not None
-    assert tensor.tolist() == [[[[0, 0, 0]], [[0, 1, 2]], [[0, 1, 2]]]]
+    assert tensor.tolist() == [[[[0, 1, 1]], [[0, 1, 2]], [[0, 1, 2]]]]
 
 
 @pytest.mark.case("R86")

@@ -12,13 +12,15 @@ from aiohttp import web
 from skyrl.backends.skyrl_train.inference_servers import remote_inference_client
 
 import skyrl_r3
+from contract_tests import canned
 from contract_tests.overlay import client_suite
 from contract_tests.overlay.client_suite import FAULTS, cut_off, generate, of_prompt
 from contract_tests.overlay.server_suite import ENCODINGS, PROMPT, RESPONSE, ROUTES
-from contract_tests.replies import FRAME, NESTED, PACKED, write
+from contract_tests.replies import FRAME, NESTED, PACKED, START, write
 from contract_tests.skyrl_server import Server, client_of, json_reply
 from skyrl_r3 import RoutedExperts, autoload
 from skyrl_r3.errors import OverlayError, ReplyError
+from skyrl_r3.trace import Traces, trajectory
 
 NO_REPLY = {
     "bare NaN": b'{"choices":[{"token_ids":[9],"logprobs":{"content":[{"logprob":NaN}]}}]}',
@@ -125,6 +127,41 @@ class TestClient(client_suite.ClientContract):
                 await generate(client, routed_experts_prompt_start=2)
         assert caught.value.field == "sampling_params.routed_experts_prompt_start"
         assert server.requests == []
+
+    @pytest.mark.parametrize("opening", [b"[", b'{"a":'])
+    async def test_an_error_that_is_nested_too_deep_to_read_is_raised_as_any_other(self, opening: bytes) -> None:
+        server = Server(lambda number, body: web.Response(status=400, body=opening * 100_000))
+        async with client_of(server) as client:
+            with pytest.raises(aiohttp.ClientResponseError) as caught:
+                await generate(client)
+        assert caught.value.status == 400
+        assert len(server.requests) == 1
+
+    @pytest.mark.case("R67")
+    async def test_what_an_environment_asks_another_model_is_no_turn(self) -> None:
+        """About the same tokens, in the same agent loop."""
+
+        def answer(number: int, request: dict[str, Any]) -> bytes:
+            ids = canned.routes_of([*request["token_ids"], *RESPONSE][:-1]) + 30 * (request["model"] == "judge")
+            return write(FRAME, RESPONSE, ids[request["sampling_params"].get(START, 0) :])
+
+        server = Server(answer)
+        async with client_of(server) as client:
+            before = trajectory.get()
+            trajectory.set(Traces())
+            try:
+                prompt, got = PROMPT, []
+                for _ in range(2):
+                    for model in ("policy", "judge"):
+                        batch = {"prompt_token_ids": [prompt], "sampling_params": {}, "session_ids": ["t"]}
+                        got.append((await client.generate(batch, model=model))["rollout_expert_indices"][0].ids)
+                    prompt = [*prompt, *RESPONSE, 1, 2]
+            finally:
+                trajectory.set(before)
+        starts = [request["sampling_params"].get(START, 0) for request in server.requests]
+        assert starts == [0, 0, len(PROMPT) + 2, len(PROMPT) + 2]
+        for one, other in ((got[0], got[1]), (got[2], got[3])):
+            np.testing.assert_array_equal(one + 30, other)
 
     @pytest.mark.parametrize("body", [b"", b'["no"]', b'{"error":{"message":"m"},"x":NaN}'])
     async def test_a_server_error_that_is_empty_or_json_is_raised_at_once_as_in_stock(self, body: bytes) -> None:

@@ -764,12 +764,14 @@ ERRORS = [value for value in vars(errors).values() if isinstance(value, type) an
 def test_errors_survive_pickle_and_copy(cls: type[errors.R3Error]) -> None:
     """Ray pickles what a task raises."""
     assert issubclass(cls, errors.R3Error)
-    error = cls("a.b", expected="x", got="y", where="z", hint="w")
+    more = {"kind": "rows"} if issubclass(cls, errors.RoutesError) else {}
+    error = cls("a.b", expected="x", got="y", where="z", hint="w", **more)
     for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
         again = pickle.loads(pickle.dumps(error, protocol))
         assert type(again) is cls
         assert _fields(again) == _fields(error) == ("a.b", "x", "y", "z", "w")
         assert str(again) == str(error)
+        assert getattr(again, "kind", None) == more.get("kind")
     assert _fields(copy.deepcopy(error)) == _fields(error)
 
 

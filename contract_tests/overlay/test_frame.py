@@ -69,7 +69,7 @@ def _with_metadata(**changes: Any) -> bytes:
 def _refused(body: Any) -> ReplyError:
     with pytest.raises(ReplyError) as caught:
         frame.load(body)
-    assert type(caught.value) is ReplyError
+    assert isinstance(caught.value, ReplyError)
     assert len(str(caught.value)) < 1_000
     return caught.value
 
@@ -832,7 +832,7 @@ def _check(body: bytes) -> bool:
     """Whether ``body`` is a reply."""
     reply = _attempt(body)
     if isinstance(reply, R3Error):
-        assert type(reply) is ReplyError
+        assert isinstance(reply, ReplyError)
         assert len(str(reply)) < 1_000
         return False
     theirs = safetensors.numpy.load(body)

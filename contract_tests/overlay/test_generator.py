@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextvars
+import gc
 import logging
 import random
+import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, cast
@@ -29,10 +33,12 @@ from skyrl_gym.envs.registration import registry
 
 import skyrl_r3
 from contract_tests import canned
-from contract_tests.replies import FRAME, write
+from contract_tests.replies import FRAME, read, write
 from contract_tests.skyrl_server import Server, client_of, reply_to
-from skyrl_r3 import RoutedExperts
+from skyrl_r3 import RoutedExperts, metrics, policy
 from skyrl_r3.errors import MissingRoutesError, RouteError
+from skyrl_r3.hooks import generator as generator_hook
+from skyrl_r3.trace import trajectory
 
 ENV = "r3_contract"
 QUESTIONS = ["What is 2 + 3?", "Name a prime.", "Say something long, please, with many words.", "?"]
@@ -205,7 +211,8 @@ async def test_skyrl_s_evaluation_gives_the_same_metrics(tokenizer: Any) -> None
         async with client_of(Server(answer_with(tokenizer.eos_token_id)), tokenizer) as client:
             generator = SkyRLGymGenerator(generator_cfg, SkyRLGymConfig(max_env_workers=0), client, tokenizer)
             found = await evaluate(prompts, generator, cfg, 1, tokenizer)  # pyright: ignore[reportArgumentType]
-        metrics.append({key: value for key, value in found.items() if "time" not in key and "timing" not in key})
+        more = ("time", "timing", "/r3/")
+        metrics.append({key: value for key, value in found.items() if not any(part in key for part in more)})
     assert metrics[0] == metrics[1]
     assert metrics[0]["eval/all/avg_score"] > 0
 
@@ -249,22 +256,97 @@ async def test_an_action_changed_in_an_earlier_turn_is_captured_by_the_next(toke
         assert len(routes) == len(tokens) - 1
 
 
+@pytest.mark.case("R24")
+@pytest.mark.parametrize("style", ["multi turn", "multi turn in one message"])
+async def test_50_turns_send_each_row_once(tokenizer: Any, style: str) -> None:
+    """And give what asking for all of them each time gives, bit for bit."""
+    plain, sent = answer_with(tokenizer.eos_token_id), {"rows": 0, "bytes": 0}
+
+    def answer(number: int, request: dict[str, Any]) -> bytes:
+        body = plain(number, request)
+        routes = read(body).routes
+        assert routes is not None
+        sent["rows"] += len(routes)
+        sent["bytes"] += len(body)
+        return body
+
+    cfg = config(**{**STYLES[style], "max_turns": 50, "max_input_length": 10_000})
+    skyrl_r3.enable()
+    metrics.report()
+    output = await run(tokenizer, cfg, answer)
+    final = sum(map(len, output["rollout_expert_indices"]))
+    ids = final * canned.LAYERS * canned.TOPK * 2  # int16
+    assert output["rollout_metrics"]["r3/rows_captured"] == sent["rows"] <= 1.1 * final
+    assert sent["bytes"] < 1.1 * ids + 200 * 1_000  # 200 replies, each with a header, token ids and logprobs.
+    skyrl_r3.disable()
+    stock = await run(tokenizer, cfg, answer)
+    assert stock["response_ids"] == output["response_ids"]
+    for one, other in zip(output["rollout_expert_indices"], stock["rollout_expert_indices"], strict=True):
+        np.testing.assert_array_equal(one.ids, np.array(other)[: len(one)])
+
+
+@pytest.mark.parametrize("ends", ["well", "with an error", "cancelled"])
+async def test_what_a_trajectory_holds_goes_with_it(ends: str) -> None:
+    """Also where a connection that it has opened, which keeps its context, lives on."""
+    contexts, traces, held = [], [], asyncio.Event()
+
+    async def loop() -> None:
+        current = trajectory.get()
+        assert current is not None
+        trace = current["http://127.0.0.1", "policy"]
+        trace.add(None, canned.routes_of([1, 2, 3]), np.array([1, 2, 3], np.int32))
+        traces.append(weakref.ref(trace))
+        contexts.append(contextvars.copy_context())
+        del current, trace
+        held.set()
+        if ends == "with an error":
+            raise ValueError
+        if ends == "cancelled":
+            await asyncio.sleep(600)
+
+    task = asyncio.ensure_future(generator_hook.agent_loop(loop)())
+    await held.wait()
+    if ends == "cancelled":
+        task.cancel()
+    (outcome,) = await asyncio.gather(task, return_exceptions=True)
+    kinds = {"well": type(None), "with an error": ValueError, "cancelled": asyncio.CancelledError}
+    assert type(outcome) is kinds[ends]
+    gc.collect()
+    assert [trace() for trace in traces] == [None]
+    assert contexts[0][trajectory] == {}
+    assert trajectory.get() is None
+
+
 @pytest.mark.case("R67")
-async def test_the_newest_rows_are_kept_where_a_turn_reports_others_for_earlier_tokens(tokenizer: Any) -> None:
-    """The prefix may have been computed anew, under other weights: the routes of one request belong together."""
+@pytest.mark.parametrize("ignores", [False, True], ids=["deltas", "an engine that knows no start"])
+async def test_the_first_capture_of_a_row_wins(
+    tokenizer: Any, ignores: bool, caplog: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine may compute a prefix anew and route it otherwise: the row that a token was sampled with stays."""
+    first: dict[int, int] = {}
+    monkeypatch.setattr(policy, "_warned", set())
+    caplog.set_level(logging.WARNING)
+    metrics.report()
 
     def answer(number: int, request: dict[str, Any]) -> bytes:
         prompt, response = request["token_ids"], [70, 71, 72]
         turn = tokenizer.decode(prompt).count("observation")
+        if not turn:
+            first[len(prompt)] = len(prompt) + len(response) - 1
         routes = canned.routes_of([*prompt, *response][:-1]) + 100 * turn
-        return reply_to(request, response, routes, [-0.5] * 3)
+        return reply_to({**request, "sampling_params": {}} if ignores else request, response, routes, [-0.5] * 3)
 
     skyrl_r3.enable()
     output = await run(tokenizer, config(max_turns=2), answer)
     for i, routes in enumerate(output["rollout_expert_indices"]):
         tokens = [*output["prompt_token_ids"][i], *output["response_ids"][i]]
         assert len(routes) == len(tokens) - 1
-        np.testing.assert_array_equal(routes.ids, canned.routes_of(tokens[:-1]) + 100)
+        turns = np.arange(len(routes)) >= first[len(output["prompt_token_ids"][i])]
+        np.testing.assert_array_equal(routes.ids, canned.routes_of(tokens[:-1]) + 100 * turns.reshape(-1, 1, 1))
+    assert ("the ids that the turns before had" in caplog.text) == ignores
+    # One reply for each of the four trajectories had other ids for what they held.
+    assert output["rollout_metrics"].get("r3/findings/changed", 0) == 4 * ignores
+    assert output["rollout_metrics"].get("r3/rows_saved", 0) == (not ignores) * sum(first.values())
 
 
 @pytest.mark.case("R68")
@@ -282,6 +364,43 @@ async def test_a_turn_with_tokens_and_no_routes_is_an_error_of_its_own(tokenizer
         await run(tokenizer, config(**STYLES[style]), answer)
     assert caught.value.field == "routed_experts"
     assert "http://127.0.0.1:" in caught.value.where
+
+
+@pytest.mark.case("R68", "R71")
+@pytest.mark.parametrize("style", ["multi turn", "multi turn in one message"])
+async def test_a_turn_with_tokens_and_no_routes_can_be_masked(
+    tokenizer: Any, style: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The turns before it are trained on, and so are the other samples."""
+    plain, cut = answer_with(tokenizer.eos_token_id), {}
+
+    def answer(number: int, request: dict[str, Any]) -> bytes:
+        text = tokenizer.decode(request["token_ids"])
+        if "Name a prime" in text and "observation" in text:
+            cut[1] = request["sampling_params"]["routed_experts_prompt_start"]
+            return write(FRAME, [70, 71], None, [-0.5, -0.5])
+        return plain(number, request)
+
+    skyrl_r3.enable()
+    monkeypatch.setattr(policy, "_current", policy.parse("missing=mask"))
+    output = await run(tokenizer, config(**{**STYLES[style], "max_turns": 2}), answer)
+    for i, routes in enumerate(output["rollout_expert_indices"]):
+        tokens = [*output["prompt_token_ids"][i], *output["response_ids"][i]]
+        truth = canned.routes_of(tokens[: len(routes)], experts=512)
+        np.testing.assert_array_equal(routes.ids[: cut.get(i)], truth[: cut.get(i)])
+        assert not routes.ids[cut.get(i, len(routes)) :].any()
+    tensors = preprocess.convert_prompts_responses_to_batch_tensors(
+        tokenizer,
+        output["prompt_token_ids"],
+        output["response_ids"],
+        output["rewards"],
+        output["loss_masks"],
+        None,
+        output["rollout_expert_indices"],
+    )
+    before = [sum(mask) for mask in output["loss_masks"]]
+    after = [int(sum(mask)) for mask in tensors[4].tolist()]
+    assert [b - a for b, a in zip(before, after, strict=True)] == [0, 2, 0, 0]
 
 
 @pytest.mark.parametrize("rows", [0, 2], ids=["nothing captured", "part of the prompt captured"])

@@ -22,26 +22,43 @@ BELOW = {
     "__init__": set(),
     "autoload": set(),
     "errors": set(),
+    "metrics": {"autoload"},
     "codec": {"errors"},
     "routes": {"codec", "errors"},
     "spec": {"errors"},
     "reply": {"errors", "spec"},
+    "checks": {"errors", "spec"},
+    "policy": {"checks", "codec", "errors", "metrics", "reply"},
+    "trace": {"routes"},
+    "padding": {"codec"},
     "packed": {"codec", "errors", "reply", "routes"},
     "frame": {"codec", "errors", "reply", "spec"},
     "wire": {"errors", "frame", "packed", "reply"},
-    "batch": {"codec", "errors", "routes"},
+    "batch": {"codec", "errors", "padding", "routes"},
     "hooks": set(),
-    "hooks.client": {"errors", "reply", "routes", "wire"},
+    "hooks.client": {"errors", "metrics", "policy", "reply", "routes", "trace", "wire"},
     # On the hooks of SkyRL 0.3, of which SkyRL 0.4 needs a part.
-    "hooks.client_04": {"errors", "frame", "hooks.client", "packed", "reply", "wire"},
-    "hooks.generator": {"errors", "routes"},
-    "hooks.preprocess": {"batch", "errors", "routes"},
+    "hooks.client_04": {"errors", "frame", "hooks.client", "metrics", "packed", "policy", "reply", "wire"},
+    "hooks.generator": {"errors", "metrics", "routes", "trace"},
+    "hooks.preprocess": {"batch", "errors", "padding", "routes"},
+    "hooks.tap": set(),
     "hooks.engine": {"errors", "spec", "wire"},
-    "hooks.server": {"codec", "errors", "frame", "hooks.engine", "packed", "reply", "spec", "wire"},
+    "hooks.server": {
+        "codec",
+        "errors",
+        "frame",
+        "hooks.engine",
+        "hooks.tap",
+        "metrics",
+        "packed",
+        "reply",
+        "spec",
+        "wire",
+    },
     "sources": set(),
     "manifest": {"errors", "sources"},
     "ledger": {"errors", "manifest"},
-    "overlay": {"autoload", "errors", "ledger", "manifest"},
+    "overlay": {"autoload", "errors", "ledger", "manifest", "policy"},
     "loader": {"overlay"},
     "bench": set(),
     "bench.cases": set(),
@@ -69,7 +86,7 @@ BELOW = {
 }
 # Imports inside functions are counted as well, but for these: what is imported at every start of the interpreter
 # may only reach for the rest of the package when it is needed.
-LATE = {("autoload", "loader")}
+LATE = {("autoload", "loader"), ("__init__", "metrics")}
 
 
 def imports(module: str, *, late: bool) -> set[str]:

@@ -129,13 +129,14 @@ def test_package_imports_without_skyrl_or_numpy(bare_python: Path) -> None:
     """Only what is asked for is imported: the package itself needs none of its dependencies."""
     code = "import skyrl_r3, sys; print(sorted(skyrl_r3.__all__), 'numpy' in sys.modules, 'typing' in sys.modules)"
     out = run_python([str(bare_python), "-c", code]).stdout
-    assert out.strip() == "['RoutedExperts', 'TargetStatus', '__version__', 'disable', 'enable', 'status'] False False"
+    names = ["RoutedExperts", "TargetStatus", "__version__", "disable", "enable", "metrics", "status"]
+    assert out.strip() == f"{names} False False"
 
 
 def test_every_public_name_resolves(wheel_python: Path) -> None:
     code = "import skyrl_r3; print([type(getattr(skyrl_r3, name)).__name__ for name in skyrl_r3.__all__])"
     out = run_python([str(wheel_python), "-c", code]).stdout
-    assert out.strip() == "['type', 'type', 'str', 'function', 'function', 'function']"
+    assert out.strip() == "['type', 'type', 'str', 'function', 'function', 'module', 'function']"
 
 
 def test_unknown_name_is_an_attribute_error(bare_python: Path) -> None:

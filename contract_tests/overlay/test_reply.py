@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl_r3 import packed
-from skyrl_r3.errors import CodecError, MissingRoutesError, R3Error, ReplyError, RouteError
+from skyrl_r3.errors import CodecError, MissingRoutesError, R3Error, ReplyError, RouteError, RoutesError
 from skyrl_r3.reply import Reply, sampled_logprobs
 
 # Logprobs.
@@ -210,15 +210,15 @@ def test_logprobs_of_no_tokens() -> None:
 
 @given(prompt=st.integers(0, 6), response=st.integers(0, 4), start=st.integers(0, 7), rows=st.integers(0, 12))
 def test_rows(prompt: int, response: int, start: int, rows: int) -> None:
-    """Row rule: prompt + response - 1 - start, and no more than the rest of the prompt where nothing was sampled."""
+    """Row rule: prompt + response - 1, less start or not; no more than the prompt where nothing was sampled."""
     reply = _reply(token_ids=_tokens(response), routed_experts=_rows(rows))
-    right = rows == prompt + response - 1 - start if response else rows <= prompt - start
+    right = rows in (prompt + response - 1 - start, prompt + response - 1) if response else rows <= prompt
     if right:
         assert reply.routes_for(prompt=prompt, start=start) is reply.routed_experts
     else:
         error = _refused(reply, prompt=prompt, start=start)
-        assert type(error) is ReplyError
-        assert (error.field, error.got) == ("routed_experts.shape", f"{rows} rows")
+        assert isinstance(error, RoutesError)
+        assert (error.kind, error.field, error.got) == ("rows", "routed_experts.shape", f"{rows} rows")
 
 
 @pytest.mark.case("R60")
@@ -265,11 +265,20 @@ def test_a_prompt_that_the_server_counted_otherwise(counted: int) -> None:
 
 
 @pytest.mark.case("R78")
-@pytest.mark.parametrize(("counted", "sent"), [(0, 1), (1, 0), (2, 1)])
-def test_a_start_that_the_server_did_not_take(counted: int, sent: int) -> None:
-    """A server that ignores it."""
-    error = _refused(_reply(start=counted, routed_experts=_rows(4 - sent)), prompt=3, start=sent)
+@pytest.mark.parametrize(("counted", "sent"), [(1, 0), (2, 1), (1, 2)])
+def test_a_start_that_nobody_asked_for(counted: int, sent: int) -> None:
+    error = _refused(_reply(start=counted, routed_experts=_rows(4 - counted)), prompt=3, start=sent)
     assert (error.field, error.got) == ("start", str(counted))
+
+
+@pytest.mark.case("R78")
+def test_a_start_that_the_engine_ignored() -> None:
+    """All rows came, as the server says or as their number does."""
+    for counted in (0, None):
+        assert len(_reply(start=counted, routed_experts=_rows(4)).routes_for(prompt=3, start=1)) == 4
+    # It says that they are all, and they are not.
+    assert _refused(_reply(start=0, routed_experts=_rows(3)), prompt=3, start=1).field == "routed_experts.shape"
+    assert _refused(_reply(start=1, routed_experts=_rows(4)), prompt=3, start=1).field == "routed_experts.shape"
 
 
 def test_what_the_server_counted_as_the_client_did() -> None:
@@ -306,9 +315,10 @@ def test_a_reply_is_not_changed() -> None:
 # Where an error is. The client knows the server, the codec the row.
 
 
-@pytest.mark.parametrize("kind", [R3Error, CodecError, RouteError, ReplyError, MissingRoutesError])
+@pytest.mark.parametrize("kind", [R3Error, CodecError, RouteError, ReplyError, RoutesError, MissingRoutesError])
 def test_an_error_becomes_one_of_the_reply(kind: type[R3Error]) -> None:
-    error = kind("a.b", expected="x", got="y", where="row 1", hint="Look there.")
+    more = {"kind": "missing"} if issubclass(kind, RoutesError) else {}
+    error = kind("a.b", expected="x", got="y", where="row 1", hint="Look there.", **more)
     placed = error.at("http://10.0.0.7:8000")
     assert type(placed) is (kind if issubclass(kind, ReplyError) else ReplyError)
     assert (placed.field, placed.expected, placed.got) == ("a.b", "x", "y")

@@ -201,7 +201,7 @@ def test_rows_without_layers_are_refused() -> None:
 def test_another_number_of_rows_is_refused(rows: int, nested: bool) -> None:
     ids = np.zeros((rows, 2, 3), np.uint8)
     error = _refused(_body(routed_experts=ids.tolist() if nested else oracle.envelope(ids)))
-    assert type(error) is ReplyError
+    assert isinstance(error, ReplyError)
     assert error.field == "routed_experts.shape"
     assert error.expected.startswith("4 rows ")
     assert error.got == f"{rows} rows"

@@ -22,10 +22,11 @@ import aiohttp
 import numpy as np
 from yarl import URL
 
-from skyrl_r3 import wire
+from skyrl_r3 import metrics, policy, wire
 from skyrl_r3.errors import OverlayError, R3Error, ReplyError
 from skyrl_r3.reply import Reply
 from skyrl_r3.routes import RoutedExperts, as_token_array
+from skyrl_r3.trace import Trace, trajectory
 from skyrl_r3.wire import GENERATE_PATH, START_FIELD
 
 logger = logging.getLogger(__name__)
@@ -92,20 +93,47 @@ def post(original: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any
                 f"sampling_params.{START_FIELD}",
                 expected="0 or nothing",
                 got=str(start(request)),
-                hint="SkyRL 0.3 takes row i for token i, so routes that start later would train other tokens.",
+                where=where(bound.arguments),
+                hint="SkyRL 0.3 takes row i for token i. What a trajectory holds already is left out by itself.",
             )
-        body = await _fetch(client, url, asking(request), bound.arguments.get("headers"))
+        counted = metrics.Reply()
+        policy.current()  # One that cannot be read is an error now, before anything is generated in vain.
+        prompt, traces = as_token_array(request["token_ids"]), trajectory.get()
+        trace = traces[url, str(request.get("model"))] if traces is not None else None
+        held = trace.held_for(prompt) if trace is not None else None
         try:
-            reply, encoding = wire.load(body)
-            ids = reply.routes_for(prompt=len(request["token_ids"]))
-            tokens = np.concatenate([as_token_array(request["token_ids"]), reply.token_ids])
-            routes = RoutedExperts.of_checked(ids, tokens[: len(ids)])
+            body = await _fetch(client, url, asking(request, len(held or ())), bound.arguments.get("headers"))
+            counted.lap("wait_seconds")
+            reply, encoding, ids = policy.settle(
+                lambda: wire.load(body), prompt=len(prompt), held=held.ids if held else None
+            )
+            routes = _routes(trace, held, ids, prompt, reply.token_ids)
         except R3Error as error:
             raise error.at(where(bound.arguments)) from error
+        counted.lap("decode_seconds")
+        counted.count(encoding, rows=reply.rows, itemsize=ids.itemsize, body_bytes=len(body))
         warn_if_slow(encoding, url)
         return body_of(reply, routes)
 
     return _post
+
+
+def _routes(
+    trace: Trace | None, held: RoutedExperts | None, ids: np.ndarray, prompt: np.ndarray, response: np.ndarray
+) -> RoutedExperts:
+    """The routes of prompt and response, of which ``ids`` are those that came and ``held`` those that were there."""
+    tokens = np.concatenate([prompt, response])
+    if trace is None:
+        return RoutedExperts.of_checked(ids, tokens[: len(ids)])
+    if not len(response):
+        # Nothing was sampled, so that these rows are no turn's. The trajectory goes on with what it has.
+        return held if held is not None else RoutedExperts.of_checked(ids, tokens[: len(ids)])
+    first = len(tokens) - 1 - len(ids)
+    if held is not None:
+        again, ids = ids[: len(held) - first], ids[len(held) - first :]
+        policy.changed(held.ids[first:], again)
+        metrics.add("rows_saved", first)
+    return trace.add(held, ids, tokens[:-1])
 
 
 def generate_single(original: Callable[..., Awaitable[dict[str, Any]]]) -> Callable[..., Awaitable[dict[str, Any]]]:
@@ -113,11 +141,12 @@ def generate_single(original: Callable[..., Awaitable[dict[str, Any]]]) -> Calla
 
     @functools.wraps(original)
     async def _generate_single(*args: Any, **kwargs: Any) -> dict[str, Any]:
-        token = taken_out.set(True)
+        before = taken_out.get()
+        taken_out.set(True)
         try:
             result = await original(*args, **kwargs)
         finally:
-            taken_out.reset(token)
+            taken_out.set(before)  # No reset: what is given up may be closed in another context.
         received = result["routed_experts"]
         if isinstance(received, Received):
             result |= {"routed_experts": received.routes, "response_logprobs": received.logprobs}
@@ -138,9 +167,12 @@ def refuse_post(original: Callable[..., Awaitable[Any]], error: R3Error) -> Call
     return _post
 
 
-def asking(request: dict[str, Any]) -> dict[str, Any]:
-    """``request`` with the encodings that this client reads."""
-    return {**request, wire.ENCODINGS_FIELD: list(wire.ENCODINGS)}
+def asking(request: dict[str, Any], start: int = 0) -> dict[str, Any]:
+    """``request`` with the encodings that this client reads, for the rows from ``start`` on."""
+    asked = {**request, wire.ENCODINGS_FIELD: list(wire.ENCODINGS)}
+    if start:
+        asked["sampling_params"] = {**(request.get("sampling_params") or {}), START_FIELD: start}
+    return asked
 
 
 def start(request: dict[str, Any]) -> int:
@@ -216,5 +248,5 @@ def _json(body: bytes) -> Any:
     """What an error's body says, None if it is empty. By the standard library, which reads NaN as SkyRL does."""
     try:
         return json.loads(body) if body.strip() else None
-    except ValueError:
+    except (ValueError, RecursionError):
         return _PLAIN_TEXT

@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from skyrl_r3 import frame, packed
+from skyrl_r3 import frame, metrics, packed, policy
 from skyrl_r3.errors import R3Error
 from skyrl_r3.hooks.client import Received, asking, body_of, start, taken_out, warn_if_slow, where
 from skyrl_r3.reply import Reply
@@ -36,14 +36,25 @@ def ask_for_frames(original: Callable[..., Awaitable[Any]]) -> Callable[..., Awa
         if not packing or not taken_out.get() or not url.endswith(GENERATE_PATH):
             return await original(*args, **kwargs)
         given["json"] = asking(request)
+        policy.current()  # One that cannot be read is an error now, before anything is generated in vain.
+        counted = metrics.Reply()
         try:
             body = await original(*bound.args, **bound.kwargs)
-            reply, encoding = (body.reply, frame.FRAME) if isinstance(body, FrameBody) else packed.read(body)
-            ids = reply.routes_for(prompt=len(request["token_ids"]), start=start(request))
+            counted.lap("wait_seconds")
+            prompt, asked = len(request["token_ids"]), start(request)
+            reply, encoding, ids = policy.settle(lambda: _read(body), prompt=prompt, start=asked)
         except R3Error as error:
             raise error.at(where(given)) from error
+        counted.lap("decode_seconds")
+        # SkyRL has parsed the others and keeps no length.
+        body_bytes = len(body.raw) if isinstance(body, FrameBody) else None
+        counted.count(encoding, rows=reply.rows, itemsize=ids.itemsize, body_bytes=body_bytes)
         warn_if_slow(encoding, url)
-        if reply.routed_experts is None:
+        if len(reply.token_ids):
+            first = prompt + len(reply.token_ids) - 1 - len(ids)
+            metrics.add("rows_saved", first)
+            ids = ids[asked - first :]  # An engine that knows no start sends all rows.
+        elif reply.routed_experts is None:
             # Without routes SkyRL raises an error of its own.
             return {"choices": [{"token_ids": [], "finish_reason": reply.finish_reason, "routed_experts": None}]}
         return body_of(reply, ids)
@@ -52,11 +63,15 @@ def ask_for_frames(original: Callable[..., Awaitable[Any]]) -> Callable[..., Awa
 
 
 class FrameBody(dict[str, Any]):
-    """A reply that came as a frame, where SkyRL expects parsed JSON."""
+    """A frame, where SkyRL expects parsed JSON."""
 
-    def __init__(self, reply: Reply) -> None:
+    def __init__(self, raw: bytes) -> None:
         super().__init__()
-        self.reply = reply
+        self.raw = raw
+
+
+def _read(body: Any) -> tuple[Reply, str]:
+    return (frame.load(body.raw), frame.FRAME) if isinstance(body, FrameBody) else packed.read(body)
 
 
 def load_packed_body(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -66,7 +81,7 @@ def load_packed_body(original: Callable[..., Any]) -> Callable[..., Any]:
     def load_packed_body(raw: bytes, *args: Any, **kwargs: Any) -> Any:
         # The routes stay a view of the body, and so read-only. SkyRL's trace of a trajectory copies those by itself; a
         # copy here too would cost as much as all the rest (8 ms for 12 MB, most of it for memory that is new).
-        return FrameBody(frame.load(raw)) if frame.is_frame(raw) else original(raw, *args, **kwargs)
+        return FrameBody(raw) if frame.is_frame(raw) else original(raw, *args, **kwargs)
 
     return load_packed_body
 
@@ -86,11 +101,12 @@ def generate(original: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable
 
     @functools.wraps(original)
     async def generate(*args: Any, **kwargs: Any) -> Any:
-        token = taken_out.set(True)
+        before = taken_out.get()
+        taken_out.set(True)
         try:
             result = await original(*args, **kwargs)
         finally:
-            taken_out.reset(token)
+            taken_out.set(before)  # No reset: what is given up may be closed in another context.
         received = result.routed_experts
         if isinstance(received, Received):
             result = dataclasses.replace(result, routed_experts=received.routes, response_logprobs=received.logprobs)

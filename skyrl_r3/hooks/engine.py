@@ -34,11 +34,13 @@ _WITHOUT_DRAFT = ("ngram", "ngram_gpu", "suffix")
 
 
 def vllm_version() -> Version | None:
-    """Of the vLLM that runs in this process; None where there is none, or it has no number."""
+    """Of the vLLM that runs in this process; None where there is none, or it has no number that tells."""
     try:
-        return Version(sys.modules["vllm"].__version__)
+        version = Version(sys.modules["vllm"].__version__)
     except (KeyError, AttributeError, TypeError, InvalidVersion):
         return None
+    # Built from sources without tags, vLLM calls itself 0.1.dev and a hash, however new it is.
+    return None if version.is_devrelease and version.release == (0, 1) else version
 
 
 def check_start(body: dict[str, Any]) -> None:

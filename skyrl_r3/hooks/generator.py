@@ -1,4 +1,4 @@
-"""Generator and dynamic sampling: routes stay with their trajectory.
+"""Generator and dynamic sampling: routes stay with their trajectory, and what was counted reaches the tracker.
 
 Nearly all of SkyRL 0.3's generator handles :class:`~skyrl_r3.routes.RoutedExperts` as it is. Hooked are the places
 where routes would come to belong to other tokens, and where SkyRL moves samples without their routes.
@@ -9,15 +9,37 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
+from skyrl_r3 import metrics
 from skyrl_r3.errors import RouteError
 from skyrl_r3.routes import RoutedExperts, as_token_array
+from skyrl_r3.trace import Traces, trajectory
 
 logger = logging.getLogger(__name__)
 
 _ROUTES = "rollout_expert_indices"
+
+
+def agent_loop(original: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    """Wrap ``SkyRLGymGenerator.agent_loop``: the requests of one trajectory share what they hold of its routes.
+
+    It ends with the loop, however that ends, and so do the rows that it holds.
+    """
+
+    @functools.wraps(original)
+    async def agent_loop(*args: Any, **kwargs: Any) -> Any:
+        before, traces = trajectory.get(), Traces()
+        trajectory.set(traces)
+        try:
+            return await original(*args, **kwargs)
+        finally:
+            # Connections that were opened meanwhile keep this context, and with it the traces, as long as they live.
+            traces.clear()
+            trajectory.set(before)  # No reset: a loop that is given up may be closed in another context.
+
+    return agent_loop
 
 
 def update_agent_loop_state(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -62,6 +84,23 @@ def _of_these_tokens(routes: RoutedExperts, prompt: list[int], response: list[in
             len(response),
         )
     return routes[:same] if same else None
+
+
+def generate(original: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    """Wrap ``SkyRLGymGenerator.generate``: what was counted since the last call that ended is in ``rollout_metrics``.
+
+    Calls may overlap, as SkyRL's asynchronous trainer has them: each count is in the output of one of them.
+    """
+
+    @functools.wraps(original)
+    async def generate(*args: Any, **kwargs: Any) -> Any:
+        output = await original(*args, **kwargs)
+        if counted := metrics.report():
+            given = output.get("rollout_metrics") or {}
+            output["rollout_metrics"] = given | {f"r3/{name}": value for name, value in counted.items()}
+        return output
+
+    return generate
 
 
 def filter_generator_output(original: Callable[..., Any]) -> Callable[..., Any]:

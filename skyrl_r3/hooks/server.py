@@ -11,67 +11,22 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import math
 from array import array
-from collections.abc import AsyncIterator, Buffer, Callable, Iterator, Sequence
-from contextlib import contextmanager
-from types import SimpleNamespace
+from collections.abc import Buffer, Callable, Sequence
 from typing import Any
 
 import numpy as np
 from fastapi import HTTPException, Request, Response
 
-from skyrl_r3 import codec, frame, packed, wire
+from skyrl_r3 import codec, frame, metrics, packed, wire
 from skyrl_r3.errors import OverlayError, R3Error
 from skyrl_r3.hooks.engine import check_start, refuse_combinations, route_spec
+from skyrl_r3.hooks.tap import EngineTap
 from skyrl_r3.reply import FLOORED_LOGPROB, Reply, sampled_logprobs
 from skyrl_r3.spec import RouteSpec
 
 logger = logging.getLogger(__name__)
-
-
-class EngineTap:
-    """An engine whose ``generate`` hands its outputs over to the request that asked for them.
-
-    Requests are told apart by the list of token ids that SkyRL's handler takes from the parsed body and gives to the
-    engine: the same object. A context variable would not do, because every task that is started while a request runs
-    inherits its context.
-    """
-
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
-        self._requests: dict[int, list[Any]] = {}
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "_engine":  # A copy asks for attributes before it has any.
-            raise AttributeError(name)
-        return getattr(self._engine, name)
-
-    @contextmanager
-    def outputs_for(self, token_ids: list[int]) -> Iterator[list[Any]]:
-        """A list that holds the last output for this very ``token_ids`` once the handler has run the engine."""
-        outputs = self._requests[id(token_ids)] = []
-        try:
-            yield outputs
-        finally:
-            del self._requests[id(token_ids)]
-
-    async def generate(self, prompt: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
-        """As the engine's. SkyRL's handler gets an empty completion where the reply is written by this module."""
-        token_ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
-        outputs = self._requests.get(id(token_ids)) if token_ids is not None else None
-        if outputs is not None:
-            for params in (*args, *kwargs.values()):
-                # The same logprobs as lists of numbers, where this vLLM can: no object for each token.
-                if getattr(params, "flat_logprobs", None) is False and params.logprobs is not None:
-                    params.flat_logprobs = True
-        async for output in self._engine.generate(prompt, *args, **kwargs):
-            if outputs is None:
-                yield output
-            else:
-                outputs[:] = [output]
-        if outputs:
-            nothing = SimpleNamespace(token_ids=[], finish_reason=None, logprobs=None, routed_experts=None)
-            yield SimpleNamespace(outputs=[nothing])
 
 
 class PiecesResponse(Response):
@@ -115,6 +70,7 @@ def _replacement(original: Callable[..., None], encodings: Sequence[str]) -> Cal
             return original(*args, **kwargs)
         engine = bound.arguments["engine"]
         refuse_combinations(bound.arguments["cli_args"], engine)
+        metrics.export()
         routes = bound.arguments["app"].router.routes
         there = list(routes)
         tap = bound.arguments["engine"] = EngineTap(engine)
@@ -145,6 +101,12 @@ def _replace_endpoint(app: Any, route: Any, tap: EngineTap, encodings: Sequence[
     """Serve ``route`` of ``app`` ourselves, with its present endpoint for the requests that are not ours."""
     stock = route.endpoint
 
+    def counted(answer: Any) -> Any:
+        """``answer``, which SkyRL has written itself. What FastAPI is still to print has no length yet."""
+        body = getattr(answer, "body", None)
+        metrics.Reply().count(encodings[-1], body_bytes=None if body is None else len(body))
+        return answer
+
     @functools.wraps(stock)
     async def generate(request: Request) -> Any:
         body = await _json_object(request)
@@ -156,23 +118,39 @@ def _replace_endpoint(app: Any, route: Any, tap: EngineTap, encodings: Sequence[
             raise HTTPException(status_code=400, detail=str(error)) from error
         # Sample support is SkyRL 0.4's, and so is the reply that has it.
         if encoding == encodings[-1] or not isinstance(token_ids, list) or body.get("return_sample_support"):
-            return await stock(request)
+            return counted(await stock(request))
         with tap.outputs_for(token_ids) as outputs:
             answer = await stock(request)
         if not outputs:
-            return answer  # The handler did not give these token ids to the engine. Its answer is right, but stock.
+            # The handler did not give these token ids to the engine. Its answer is right, but stock.
+            return counted(answer)
+        timed = metrics.Reply()
         try:
             reply = _reply(outputs[0], body, spec)
-            if encoding == frame.FRAME:
-                return PiecesResponse(frame.pieces(reply), frame.CONTENT_TYPE)
-            return PiecesResponse(packed.pieces(reply), "application/json")
+            pieces = frame.pieces(reply) if encoding == frame.FRAME else packed.pieces(reply)
         except (R3Error, TypeError, OverflowError) as error:
             raise HTTPException(status_code=500, detail=f"the engine's reply: {error}") from error
+        timed.lap("encode_seconds")
+        _count(timed, encoding, reply.routed_experts, pieces)
+        return PiecesResponse(pieces, frame.CONTENT_TYPE if encoding == frame.FRAME else "application/json")
 
     routes = app.router.routes
     # Without a response model, as SkyRL's: one would send stock replies through pydantic and change their bytes.
     app.post(route.path, response_model=None)(generate)
     routes[routes.index(route)] = routes.pop()
+
+
+def _count(timed: metrics.Reply, encoding: str, ids: Any, pieces: Sequence[Buffer]) -> None:
+    """Count the reply with ``ids`` that ``pieces`` are the body of."""
+    if not timed.on:
+        return
+    sizes, rows, itemsize = [memoryview(piece).nbytes for piece in pieces], 0, 0
+    if ids is not None and (count := math.prod(ids.shape)):
+        # What the encoder chose, from the bytes that it took: to look at the ids again would cost as much.
+        padding = 0 if encoding == frame.FRAME else bytes(memoryview(pieces[1])[-2:]).count(b"=")
+        itemsize = (sizes[1] if encoding == frame.FRAME else 3 * sizes[1] // 4 - padding) // count
+        rows = len(ids)
+    timed.count(encoding, rows=rows, itemsize=itemsize, body_bytes=sum(sizes))
 
 
 async def _json_object(request: Request) -> dict[str, Any]:
@@ -190,6 +168,7 @@ def _reply(output: Any, request: dict[str, Any], spec: RouteSpec) -> Reply:
     if completion.logprobs is not None:
         logprobs, floored = sampled_logprobs(token_ids, completion.logprobs)
         if floored:
+            metrics.add("floored_logprobs", floored)
             logger.warning(
                 "Set %d of %d missing or non-finite logprobs to %s (request %s)",
                 floored,

@@ -143,7 +143,7 @@ class TestClient(client_suite.ClientContract):
         assert len(results[0].routed_experts) == len(ROUTES) - start
 
     @pytest.mark.parametrize("encoding", ENCODINGS)
-    @pytest.mark.parametrize("rows", [0, 2, 4, 7])
+    @pytest.mark.parametrize("rows", [0, 2, 4, 6, 8])
     async def test_rows_for_another_start_are_an_error_that_names_server_and_session(
         self, encoding: str, rows: int
     ) -> None:
@@ -154,7 +154,17 @@ class TestClient(client_suite.ClientContract):
                 await one(client, routed_experts_prompt_start=4)
         assert caught.value.field == "routed_experts.shape"
         assert caught.value.expected.startswith("3 rows")
-        assert caught.value.where == f"{server.address}, session s-1"
+        assert caught.value.where == f"finish_reason 'stop', {server.address}, session s-1"
+
+    @pytest.mark.case("R78")
+    @pytest.mark.parametrize("encoding", ENCODINGS)
+    async def test_an_engine_that_knows_no_start(self, encoding: str) -> None:
+        """It sends all rows, and SkyRL's trace gets those that it asked for."""
+        server = Server(lambda number, body: write(encoding, RESPONSE, ROUTES))
+        async with client_of(server) as client:
+            result = await one(client, routed_experts_prompt_start=4)
+        np.testing.assert_array_equal(result.routed_experts, ROUTES[4:], strict=True)
+        assert len(server.requests) == 1
 
     @pytest.mark.parametrize("start", [4, 0, None])
     async def test_a_frame_that_tells_another_start_is_an_error(self, start: int | None) -> None:
