@@ -23,7 +23,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
-from demo_compare import Run, compare_case, format_table, transport_table
+from demo_compare import Run, compare_case, compare_rows, format_table, transport_table
 
 HERE = Path(__file__).resolve().parent
 HOST = "127.0.0.1"
@@ -455,8 +455,10 @@ def main() -> int:
     for line in ("0.3", "0.4"):
         off, on = (Run.load(client_stem(args.work, line, phase)) for phase in ("off", "on"))
         differences = {case: compare_case(case, off, on, line) for case in off.cases}
-        print(f"SkyRL {line}, overlay off and on\n{transport_table(off, on, differences)}\n", flush=True)
-        problems += [difference for found in differences.values() for difference in found]
+        print(f"SkyRL {line}, overlay off and on\n{transport_table(off, on, differences)}", flush=True)
+        text, wrong = compare_rows(off, on)
+        print(f"{text}\n", flush=True)
+        problems += [difference for found in differences.values() for difference in found] + wrong
     for problem in problems:
         print(f"NOT equal or not patched: {problem}")
     print(f"demo: {len(problems)} problems" if problems else "demo: equal everywhere, and every process is patched")

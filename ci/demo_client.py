@@ -38,6 +38,7 @@ PROMPT_TOKENS = (1000, 1200, 1400, 1600, 1800, 2000)
 TENSORS = ("sequences", "attention_mask", "action_mask", "rewards", "loss_masks", "logprobs", "routes")
 # Any of these ends a turn. With random weights they come up often enough to give every demo run some synthetic EOS.
 STOP = ["l", "N", "a", "e"]
+LONG_CASE = "50 turns"
 
 
 def as_ids(routes: Any) -> np.ndarray:
@@ -257,10 +258,16 @@ class Demo:
             "logprobs": output["rollout_logprobs"],
             "routes": output["rollout_expert_indices"],
         }
-        self.finish(case, client, wire, generate_ms, samples)
+        self.finish(case, client, wire, generate_ms, samples, output["rollout_metrics"] or {})
 
     def finish(
-        self, case: str, client: RecordingClient, wire: Wire, generate_ms: float, samples: dict[str, list]
+        self,
+        case: str,
+        client: RecordingClient,
+        wire: Wire,
+        generate_ms: float,
+        samples: dict[str, list],
+        metrics: dict[str, Any] | None = None,
     ) -> None:
         """Preprocess what a case returned, record everything, and say so."""
         tensors, preprocess_ms = preprocess(self.tokenizer, samples) if SKYRL_03 else ((), None)
@@ -270,6 +277,7 @@ class Demo:
             "content_types": sorted(wire.content_types),
             "generate_ms": generate_ms,
             "preprocess_ms": preprocess_ms,
+            "metrics": {name: value for name, value in (metrics or {}).items() if name.startswith("r3/")},
         }
         self.recorder.add(case, client, facts, samples, tensors)
         print(
@@ -288,6 +296,7 @@ class Demo:
         await self.generator_case("single turn, batched", count=6, max_tokens=8, batched=True)
         await self.generator_case("single turn, not batched", count=6, max_tokens=8)
         await self.generator_case("multi turn, chat", count=4, max_tokens=32, max_turns=3, stop=STOP)
+        await self.generator_case(LONG_CASE, count=1, max_tokens=2, max_turns=50, stop=STOP)
         if not SKYRL_03:
             return  # It refuses routes where a conversation is one message.
         await self.generator_case(
