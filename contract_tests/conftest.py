@@ -19,7 +19,7 @@ import pytest
 PACKAGES = ("pytest", "hypothesis", "numpy", "orjson", "pybase64")
 
 try:
-    from hypothesis import HealthCheck, errors, settings
+    from hypothesis import HealthCheck, Phase, errors, settings
 
     from contract_tests import adapter, deviations
     from contract_tests.adapter import Adapter
@@ -33,7 +33,12 @@ except ModuleNotFoundError as _error:
 
 # Examples on a busy machine take any time, so nothing here has a deadline. What fails can be pasted into a test.
 _ALWAYS: dict[str, Any] = {"deadline": None, "print_blob": True, "suppress_health_check": [HealthCheck.too_slow]}
-settings.register_profile("ci", derandomize=True, max_examples=150, report_multiple_bugs=False, **_ALWAYS)
+# Without the phase that explains a failure: it runs the test under sys.monitoring, new in Python 3.12, for no more than
+# comments on what is printed anyway.
+_PHASES = tuple(phase for phase in Phase if phase is not Phase.explain)
+settings.register_profile(
+    "ci", derandomize=True, max_examples=150, report_multiple_bugs=False, phases=_PHASES, **_ALWAYS
+)
 settings.register_profile("dev", max_examples=100, **_ALWAYS)
 # No database: a nightly run on a clean machine has none either.
 settings.register_profile("nightly", max_examples=1_500, database=None, report_multiple_bugs=False, **_ALWAYS)
