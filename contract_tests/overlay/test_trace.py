@@ -94,17 +94,19 @@ def test_what_was_returned_is_never_written_again() -> None:
 
 
 def test_two_requests_at_once_from_the_same_rows() -> None:
-    trace = Trace()
-    for _ in range(2):  # Once from a reply's own array, once from the trace's memory.
-        turn(trace, [1, 2, 3], [4, 5], canned.routes_of([1, 2, 3, 4]))
-        turn(trace, [1, 2, 3, 4, 5, 6], [7, 8], canned.routes_of([1, 2, 3, 4, 5, 6, 7]))
-        held = trace.held_for(tokens([1, 2, 3, 4, 5, 6, 7, 8, 9]))
+    """Once from a reply's own array, and once from the trace's memory, in which there is room behind them."""
+    for turns in (1, 2):
+        trace, prompt = Trace(), list(range(20))
+        for _ in range(turns):
+            turn(trace, prompt, [7, 8], canned.routes_of([*prompt, 7]))
+            prompt = [*prompt, 7, 8, *range(20)]
+        held = trace.held_for(tokens(prompt))
         assert held is not None
-        one, two = [1, 2, 3, 4, 5, 6, 7, 8, 9], [1, 2, 3, 4, 5, 6, 7, 8, 10]
+        one, two = [*prompt[: len(held)], 9, 1], [*prompt[: len(held)], 9, 2]
         first = trace.add(held, canned.routes_of(one)[len(held) :], tokens(one))
-        second = trace.add(held, canned.routes_of(two)[len(held) :], tokens(two))
+        second = trace.add(held, canned.routes_of(two)[len(held) :] + 50, tokens(two))
         assert np.array_equal(first.ids, canned.routes_of(one))
-        assert np.array_equal(second.ids, canned.routes_of(two))
+        assert np.array_equal(second.ids[len(held) :], canned.routes_of(two)[len(held) :] + 50)
 
 
 @pytest.mark.case("R63")
@@ -114,12 +116,12 @@ def test_two_requests_at_once_from_the_same_rows() -> None:
 def test_the_widest_dtype_wins(order: tuple[str, ...]) -> None:
     top = {"uint8": 200, "int16": 300, "int32": 40000}
     trace, expected = Trace(), []
-    for number, dtype in enumerate(order, start=1):
-        prompt = tokens([1] * 3 * number)
-        got = trace.add(trace.held_for(prompt), np.array([[[top[dtype], 1]]] * 3).astype(dtype), prompt)
-        expected += [top[dtype]] * 3
+    for dtype, rows in zip((order[0], *order), (30, 30, 3, 3), strict=True):  # For the last there is room already.
+        prompt = tokens([1] * (len(expected) + rows))
+        got = trace.add(trace.held_for(prompt), np.array([[[top[dtype], 1]]] * rows).astype(dtype), prompt)
+        expected += [top[dtype]] * rows
         assert got.ids[:, 0, 0].tolist() == expected
-    assert trace.held_for(tokens([1] * 12)).ids.dtype == np.int32  # type: ignore[union-attr]
+    assert trace.held_for(tokens([1] * 99)).ids.dtype == np.int32  # type: ignore[union-attr]
 
 
 def test_each_model_at_each_address_has_a_trace() -> None:
