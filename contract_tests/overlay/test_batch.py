@@ -254,6 +254,17 @@ def test_topk_above_the_experts_seen() -> None:
     assert tensor.tolist() == [[[[0, 1, 1]], [[0, 1, 2]], [[0, 1, 2]]]]
 
 
+@pytest.mark.case("R77")
+def test_a_sample_without_a_response_has_no_routes() -> None:
+    """Nobody has looked at what was captured of its prompt: ids of no expert, which padding must not spread."""
+    aborted, right = np.full((2, 1, 2), 250, np.uint8), np.array([[[1, 2]], [[3, 0]]], np.uint8)
+    tensor = batch.pad_routes([aborted, right], _sequences([3, 3]), [3, 3], [[], [1]])
+    assert tensor is not None
+    assert tensor[1, :2].tolist() == right.tolist()
+    assert int(tensor.max()) == 3
+    assert batch.pad_routes([aborted], _sequences([3]), [3], [[]]) is None
+
+
 @pytest.mark.case("R86")
 def test_one_row() -> None:
     tensor = pad_routes([_row_is_token(1, first=7)], _sequences([1], 4), [1], [True])

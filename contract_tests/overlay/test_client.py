@@ -163,6 +163,31 @@ class TestClient(client_suite.ClientContract):
         for one, other in ((got[0], got[1]), (got[2], got[3])):
             np.testing.assert_array_equal(one + 30, other)
 
+    @pytest.mark.case("R77")
+    async def test_a_turn_that_is_aborted_leaves_what_the_trajectory_holds(self) -> None:
+        """What was captured of its prompt are rows of later tokens than the first."""
+
+        def answer(number: int, request: dict[str, Any]) -> bytes:
+            start = request["sampling_params"].get(START, 0)
+            response = RESPONSE if number != 2 else []
+            ids = canned.routes_of([*request["token_ids"], *response][:-1])
+            return write(FRAME, response, ids[start:], finish_reason="stop" if response else "abort")
+
+        server = Server(answer)
+        async with client_of(server) as client:
+            trajectory.set(Traces())
+            try:
+                prompts = [PROMPT, [*PROMPT, *RESPONSE, 1, 2], [*PROMPT, *RESPONSE, 1, 2]]
+                got = [(await generate(client, [prompt]))["rollout_expert_indices"][0] for prompt in prompts]
+            finally:
+                trajectory.set(None)
+        assert [request["sampling_params"].get(START, 0) for request in server.requests] == [0, 7, 7]
+        for routes, tokens in zip(
+            got, ([*PROMPT, *RESPONSE], [*PROMPT, *RESPONSE], [*prompts[2], *RESPONSE]), strict=True
+        ):
+            np.testing.assert_array_equal(routes.ids, canned.routes_of(tokens[:-1]))
+            assert routes.token_ids.tolist() == tokens[:-1]
+
     @pytest.mark.parametrize("body", [b"", b'["no"]', b'{"error":{"message":"m"},"x":NaN}'])
     async def test_a_server_error_that_is_empty_or_json_is_raised_at_once_as_in_stock(self, body: bytes) -> None:
         server = Server(lambda number, request: json_reply(body, 503))
