@@ -60,9 +60,8 @@ def body_of(reply: Reply, routes: Any) -> dict[str, Any]:
     choice = {"token_ids": reply.token_ids.tolist(), "finish_reason": reply.finish_reason}
     if taken_out.get():
         return {"choices": [choice | {"logprobs": None, "routed_experts": Received(reply, routes)}]}
-    content = None
-    if reply.logprobs is not None:
-        content = {"content": [{"logprob": value} for value in reply.logprobs.tolist()]}
+    logprobs = None if reply.logprobs is None else [{"logprob": value} for value in reply.logprobs.tolist()]
+    content = None if logprobs is None else {"content": logprobs}
     return {"choices": [choice | {"logprobs": content, "routed_experts": routes}]}
 
 
@@ -104,9 +103,8 @@ def post(original: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any
         try:
             body = await _fetch(client, url, asking(request, len(held or ())), bound.arguments.get("headers"))
             counted.lap("wait_seconds")
-            reply, encoding, ids = policy.settle(
-                lambda: wire.load(body), prompt=len(prompt), held=held.ids if held else None
-            )
+            read, ids = functools.partial(wire.load, body), held.ids if held else None
+            reply, encoding, ids = policy.settle(read, prompt=len(prompt), held=ids)
             routes = _routes(trace, held, ids, prompt, reply.token_ids)
         except R3Error as error:
             raise error.at(where(bound.arguments)) from error
