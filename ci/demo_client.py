@@ -24,6 +24,7 @@ import aiohttp
 import demo_env
 import numpy as np
 import skyrl
+from demo_compare import LONG_CASE
 from process_status import write_status
 from skyrl.backends.skyrl_train.inference_servers.base import InferenceEngineInput
 from skyrl.backends.skyrl_train.inference_servers.engine_utils import get_sampling_params_for_backend
@@ -38,7 +39,6 @@ PROMPT_TOKENS = (1000, 1200, 1400, 1600, 1800, 2000)
 TENSORS = ("sequences", "attention_mask", "action_mask", "rewards", "loss_masks", "logprobs", "routes")
 # Any of these ends a turn. With random weights they come up often enough to give every demo run some synthetic EOS.
 STOP = ["l", "N", "a", "e"]
-LONG_CASE = "50 turns"
 
 
 def as_ids(routes: Any) -> np.ndarray:

@@ -111,15 +111,11 @@ def convert_to_training_input(original: Callable[..., Any]) -> Callable[..., Any
         output = signature.bind(*args, **kwargs).arguments["generator_output"]
         routes = output.get(_ROUTES)
         if routes is not None and len(routes) and not _all_nested(routes) and training_input.get(_ROUTES) is not None:
-            mask = batch.router_padding_mask(
-                [
-                    len(rows) if rows is not None and of else 0
-                    for rows, of in zip(routes, output["response_ids"], strict=True)
-                ],
-                _lengths(output["prompt_token_ids"], output["response_ids"]),
-                tokens=training_input["sequences"].shape[1],
-            )
-            _mark(mask, routes, _lengths(output["prompt_token_ids"], output["response_ids"]))
+            responses = output["response_ids"]
+            lengths = _lengths(output["prompt_token_ids"], responses)
+            rows = [len(entry) if entry is not None and of else 0 for entry, of in zip(routes, responses, strict=True)]
+            mask = batch.router_padding_mask(rows, lengths, tokens=training_input["sequences"].shape[1])
+            _mark(mask, routes, lengths)
             # SkyRL makes up a full batch with copies of its first sample, so their mask is that of the first too.
             copies = training_input.batch_size - len(mask)
             training_input["router_padding_mask"] = mask[[*range(len(mask)), *[0] * copies]]

@@ -35,7 +35,7 @@ class EngineTap:
             del self._requests[id(token_ids)]
 
     async def generate(self, prompt: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
-        """As the engine's. SkyRL's handler gets an empty completion where the reply is written by this module."""
+        """As the engine's. SkyRL's handler gets an empty completion where the reply is ours to write."""
         token_ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
         outputs = self._requests.get(id(token_ids)) if token_ids is not None else None
         if outputs is not None:
