@@ -14,7 +14,7 @@ import json
 import random
 import statistics
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +24,7 @@ import aiohttp
 import demo_env
 import numpy as np
 import skyrl
-from demo_compare import LONG_CASE
+from demo_compare import LONG_CASE, SAMPLED_CASE
 from process_status import write_status
 from skyrl.backends.skyrl_train.inference_servers.base import InferenceEngineInput
 from skyrl.backends.skyrl_train.inference_servers.engine_utils import get_sampling_params_for_backend
@@ -141,16 +141,17 @@ class Recorder:
         }
 
 
-def make_prompts(count: int, salt: str) -> list[list[dict[str, str]]]:
-    """Chat prompts of known length. Each differs from the first bytes on, so that no two share a prefix-cache block.
+def make_prompts(count: int, salt: str, sizes: Sequence[int] = PROMPT_TOKENS) -> list[list[dict[str, str]]]:
+    """Chat prompts of at least ``sizes`` bytes, in turn. They differ from the first bytes on.
 
-    With a shared block, which of two concurrent requests computes it and which one reuses it would depend on arrival.
+    So no two share a block of the prefix cache. Which of two concurrent requests computes such a block and which one
+    reuses it would depend on arrival.
     """
     rng = random.Random(f"{salt}-prompts")
     prompts = []
     for i in range(count):
         text = f"{salt} {i}: "
-        while len(text) < PROMPT_TOKENS[i % len(PROMPT_TOKENS)]:
+        while len(text) < sizes[i % len(sizes)]:
             text += "".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=rng.randint(2, 9))) + " "
         prompts.append([{"role": "user", "content": text}])
     return prompts
@@ -185,30 +186,40 @@ def preprocess(tokenizer: Any, samples: dict[str, list]) -> tuple[tuple, float]:
 class Demo:
     """The cases, against one server, with one tokenizer."""
 
-    def __init__(self, args: argparse.Namespace, tokenizer: Any):
-        self.args = args
+    def __init__(self, *, proxy_url: str, server_url: str, model_name: str, tokenizer: Any):
+        self.addresses = {"proxy_url": proxy_url, "server_urls": [server_url], "model_name": model_name}
         self.tokenizer = tokenizer
         self.recorder = Recorder()
 
     def client(self) -> RecordingClient:
         """A fresh client with SkyRL's R3 flag on."""
         return RecordingClient(
-            proxy_url=self.args.proxy_url,
-            server_urls=[self.args.server_url],
+            **self.addresses,
             data_parallel_size=1,
-            model_name=self.args.model_name,
             enable_return_routed_experts=True,
             tokenizer=self.tokenizer,
         )
 
-    async def client_case(self, case: str, *, count: int, max_tokens: int, keep: bool = True) -> None:
+    async def client_case(
+        self,
+        case: str,
+        *,
+        count: int,
+        max_tokens: int,
+        sizes: Sequence[int] = PROMPT_TOKENS,
+        temperature: float = 0.0,
+        seed: int | None = None,
+        keep: bool = True,
+    ) -> None:
         """``RemoteInferenceClient.generate`` alone."""
         prompt_ids = self.tokenizer.apply_chat_template(
-            make_prompts(count, case), add_generation_prompt=True, tokenize=True, return_dict=False
+            make_prompts(count, case, sizes), add_generation_prompt=True, tokenize=True, return_dict=False
         )
         params = get_sampling_params_for_backend(
-            "vllm", SamplingParams(temperature=0.0, max_generate_length=max_tokens)
+            "vllm", SamplingParams(temperature=temperature, max_generate_length=max_tokens)
         )
+        if seed is not None:
+            params["seed"] = seed
         request: Any = {"prompt_token_ids": prompt_ids, "sampling_params": params}
         wire, client = Wire(), self.client()
         async with wire.of(client):
@@ -227,12 +238,14 @@ class Demo:
         if keep:
             self.finish(case, client, wire, generate_ms, samples)
 
-    async def generator_case(self, case: str, *, count: int, max_tokens: int, **overrides: Any) -> None:
+    async def generator_case(
+        self, case: str, *, count: int, max_tokens: int, temperature: float = 0.0, **overrides: Any
+    ) -> None:
         """``SkyRLGymGenerator.generate``, configured by ``overrides``."""
         stop = overrides.pop("stop", None)
         config = GeneratorConfig(
             inference_engine=InferenceEngineConfig(enable_return_routed_experts=True),
-            sampling_params=SamplingParams(temperature=0.0, max_generate_length=max_tokens, stop=stop),
+            sampling_params=SamplingParams(temperature=temperature, max_generate_length=max_tokens, stop=stop),
             max_input_length=6000,
             **overrides,
         )
@@ -293,6 +306,7 @@ class Demo:
         print(f"progress: first request (not counted): {time.perf_counter() - start:.1f} s", flush=True)
 
         await self.client_case("client", count=6, max_tokens=8)
+        await self.client_case(SAMPLED_CASE, count=4, max_tokens=64, temperature=1.0, seed=1)
         await self.generator_case("single turn, batched", count=6, max_tokens=8, batched=True)
         await self.generator_case("single turn, not batched", count=6, max_tokens=8)
         await self.generator_case("multi turn, chat", count=4, max_tokens=32, max_turns=3, stop=STOP)
@@ -322,7 +336,7 @@ def main() -> None:
     from skyrl.utils.tok import get_tokenizer
 
     tokenizer = get_tokenizer(str(args.model), padding_side="left")
-    demo = Demo(args, tokenizer)
+    demo = Demo(proxy_url=args.proxy_url, server_url=args.server_url, model_name=args.model_name, tokenizer=tokenizer)
     asyncio.run(demo.run())
     # An uncompressed .npz: the file exists only for one comparison.
     np.savez(args.out.with_suffix(".npz"), **demo.recorder.arrays)  # pyright: ignore[reportArgumentType]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,13 +39,13 @@ def captured_rows(routes: np.ndarray) -> np.ndarray:
     return np.asarray(routes.any(axis=(-2, -1)))
 
 
-def rows_with_repeats(routes: np.ndarray) -> int:
-    """Number of [topk] rows in which an id occurs twice."""
-    ids = np.sort(routes, axis=-1)
+def rows_with_repeats(routes: np.ndarray, layers: Sequence[int] | None = None) -> int:
+    """Number of [topk] rows of [..., layers, topk] in which an id occurs twice, in ``layers`` or all of them."""
+    ids = np.sort(routes if layers is None else routes[..., list(layers), :], axis=-1)
     return int((ids[..., 1:] == ids[..., :-1]).any(axis=-1).sum())
 
 
-def compare_routes(name: str, off: np.ndarray, on: np.ndarray) -> list[str]:
+def compare_routes(name: str, off: np.ndarray, on: np.ndarray, layers: Sequence[int] | None = None) -> list[str]:
     """Differences between the captured rows of two route arrays [rows, layers, topk] of one sample.
 
     Uncaptured rows trail, and the overlay need not hold them.
@@ -53,23 +54,23 @@ def compare_routes(name: str, off: np.ndarray, on: np.ndarray) -> list[str]:
     count = int(mask.sum())
     if not count or not mask[:count].all():
         return [f"{name}: stock's {len(off)} rows do not begin with captured ones ({count} hold a route)"]
-    if rows_with_repeats(off[:count]):
+    if rows_with_repeats(off[:count], layers):
         return [f"{name}: stock's captured rows repeat ids, so they are no routes"]
     if len(on) < count or not same_bits(off[:count], on[:count]):
         return [f"{name}: captured rows differ ({count} of {off.shape} off, {on.shape} on)"]
     return []
 
 
-def compare_training_routes(off: np.ndarray, on: np.ndarray) -> list[str]:
+def compare_training_routes(off: np.ndarray, on: np.ndarray, layers: Sequence[int] | None = None) -> list[str]:
     """Differences between two training tensors [batch, seq, layers, topk]: captured rows equal, the others distinct."""
     if off.dtype != on.dtype or off.shape != on.shape:
         return [f"training routes: {off.dtype} {off.shape} off, {on.dtype} {on.shape} on"]
     mask, found = captured_rows(off), []
-    if not mask.any() or rows_with_repeats(off[mask]):
+    if not mask.any() or rows_with_repeats(off[mask], layers):
         found.append("training routes: stock's captured rows are no routes")
     if not same_bits(off[mask], on[mask]):
         found.append("training routes: captured rows differ")
-    if rows_with_repeats(on[~mask]):
+    if rows_with_repeats(on[~mask], layers):
         found.append("training routes: rows without a captured route repeat an id with the overlay on")
     return found
 
@@ -113,16 +114,25 @@ def _with_first(replies: list[tuple[np.ndarray, np.ndarray]], tokens: np.ndarray
     return routes
 
 
+JSON = "application/json"
 FRAME = "application/vnd.skyrl-r3.frame"
-# Content type and route types, overlay off and on, by SkyRL line.
-EXPECTED = {
-    "0.3": {"content_types": ("application/json", FRAME), "route_types": ("list", "RoutedExperts")},
-    "0.4": {"content_types": ("application/json", FRAME), "route_types": ("ndarray", "ndarray")},
-}
+# Route types, overlay off and on, by SkyRL line.
+ROUTE_TYPES = {"0.3": ("list", "RoutedExperts"), "0.4": ("ndarray", "ndarray")}
 
 
-def compare_case(case: str, off: Run, on: Run, line: str) -> list[str]:
-    """Every difference in one case of a SkyRL line, as sentences; none when the case is equal."""
+def compare_case(
+    case: str, off: Run, on: Run, line: str, *, content_type: str = FRAME, layers: Sequence[int] | None = None
+) -> list[str]:
+    """Every difference in one case, as sentences; none when the case is equal.
+
+    Args:
+        case: Its name in both runs.
+        off: The overlay was off.
+        on: It was on.
+        line: Of SkyRL.
+        content_type: Of the replies with the overlay on.
+        layers: Those that route, if not all do: the others are all zero.
+    """
     left, right = off.of(case), on.of(case)
     if not left or left.keys() != right.keys():
         return [f"{case}: recorded fields differ: {sorted(left.keys() ^ right.keys())[:4]}"]
@@ -131,20 +141,21 @@ def compare_case(case: str, off: Run, on: Run, line: str) -> list[str]:
         off.cases[case]["rows_changed"] = keep_first_captures(left)
     for key in left:
         if key == "tensor|routes":
-            found += compare_training_routes(left[key], right[key])
+            found += compare_training_routes(left[key], right[key], layers)
         elif key.startswith("sample|") and key.endswith("|routes"):
-            found += compare_routes(key, left[key], right[key])
+            found += compare_routes(key, left[key], right[key], layers)
         elif not same_bits(left[key], right[key]):
             found.append(f"{key}: {left[key].dtype} {left[key].shape} off, {right[key].dtype} {right[key].shape} on")
-        elif key.endswith("|routes") and rows_with_repeats(left[key]):
+        elif key.endswith("|routes") and rows_with_repeats(left[key], layers):
             found.append(f"{key}: the replies' rows repeat ids, so they are no routes")
     facts_off, facts_on = off.cases[case], on.cases[case]
     for fact in ("requests", "stop_reasons", "tensor_dtype"):
         if facts_off[fact] != facts_on[fact]:
             found.append(f"{fact}: {facts_off[fact]} off, {facts_on[fact]} on")
-    for fact in ("content_types", "reply_route_types", "sample_route_types"):
-        right = EXPECTED[line][fact.removeprefix("reply_").removeprefix("sample_")]
-        for state, facts, one in zip(("off", "on"), (facts_off, facts_on), right, strict=True):
+    expected = {"content_types": (JSON, content_type)}
+    expected |= dict.fromkeys(("reply_route_types", "sample_route_types"), ROUTE_TYPES[line])
+    for fact, types in expected.items():
+        for state, facts, one in zip(("off", "on"), (facts_off, facts_on), types, strict=True):
             if facts[fact] != [one]:
                 found.append(f"{fact}, overlay {state}: expected {one}, got {facts[fact]}")
     if not facts_off["reply_bytes"] or not facts_on["reply_bytes"]:
@@ -152,6 +163,7 @@ def compare_case(case: str, off: Run, on: Run, line: str) -> list[str]:
     return [f"{case}: {difference}" for difference in found]
 
 
+SAMPLED_CASE = "client, sampled"
 LONG_CASE = "50 turns"
 MOST_ROWS = 1.1
 """Times the rows of the final sequence that 50 turns may send."""
@@ -161,10 +173,9 @@ def compare_rows(off: Run, on: Run) -> tuple[str, list[str]]:
     """How many rows the turns of one trajectory sent, and what is wrong with that."""
     final = len(on.of(LONG_CASE)["sample|0|routes"])
     asked = sum(len(ids) for key, ids in off.of(LONG_CASE).items() if key.startswith("reply|") and "|routes" in key)
-    metrics = on.cases[LONG_CASE]["metrics"]
-    sent, saved = metrics.get("r3/rows_captured", 0), metrics.get("r3/rows_saved", 0)
-    text = f"{LONG_CASE}, a trajectory of {final} rows in the end: {asked} sent with the overlay off, "
-    text += f"{sent:.0f} with it on, which saved {saved:.0f}"
+    sent = on.cases[LONG_CASE]["metrics"].get("r3/rows_captured", 0)
+    text = f"{LONG_CASE}, a trajectory of {final} rows in the end: {asked} rows sent with the overlay off, "
+    text += f"{sent:.0f} with it on"
     if changed := off.cases[LONG_CASE].get("rows_changed"):
         text += f". The engine routed {changed} rows otherwise when it computed them again; compared are the first ones"
     wrong = [] if final <= sent <= MOST_ROWS * final else [f"{LONG_CASE}: {sent} rows sent for {final}"]
@@ -189,7 +200,7 @@ def _preprocessing(off_ms: float | None, on_ms: float | None) -> list[str]:
 
 def transport_table(off: Run, on: Run, differences: dict[str, list[str]]) -> str:
     """Bytes and milliseconds of each case, off and on."""
-    header = ["case", "reply MB off", "on", "ratio", "generate ms off", "on", "ratio", "preprocess ms off", "on"]
+    header = ["case", "reply MB off", "on", "size", "generate ms off", "on", "speed", "preprocess ms off", "on"]
     rows = []
     for case, a in off.cases.items():
         b = on.cases[case]
@@ -206,4 +217,4 @@ def transport_table(off: Run, on: Run, differences: dict[str, list[str]]) -> str
                 "NOT" if differences[case] else "equal",
             ]
         )
-    return format_table([*header, "ratio", "equal?"], rows)
+    return format_table([*header, "speed", "equal?"], rows)

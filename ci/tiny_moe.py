@@ -9,6 +9,7 @@ Usage: ``python ci/tiny_moe.py DIRECTORY``
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,21 +49,25 @@ def write_tokenizer(directory: Path) -> int:
     return len(wrapped)
 
 
-def write_model(directory: Path, vocab_size: int, eos_token_id: int, pad_token_id: int) -> None:
-    """Write config and weights of a Qwen3-MoE with random weights from :data:`SEED`, as bfloat16."""
-    import torch
-    from transformers import GenerationConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
+def qwen3_moe(*, layers: int = LAYERS, experts: int = EXPERTS, **tokens: Any) -> Any:
+    """The config of a Qwen3-MoE, top-8 of ``experts`` in each layer.
+
+    Args:
+        layers: How many.
+        experts: Of a layer.
+        tokens: ``vocab_size``, ``eos_token_id`` and ``pad_token_id``.
+    """
+    from transformers import Qwen3MoeConfig
 
     fields: dict[str, Any] = dict(
-        vocab_size=vocab_size,
         hidden_size=64,
         intermediate_size=64,
         moe_intermediate_size=32,
-        num_hidden_layers=LAYERS,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,
-        num_experts=EXPERTS,
+        num_experts=experts,
         num_experts_per_tok=TOPK,
         decoder_sparse_step=1,
         norm_topk_prob=True,
@@ -71,15 +76,34 @@ def write_model(directory: Path, vocab_size: int, eos_token_id: int, pad_token_i
         initializer_range=0.3,
         tie_word_embeddings=False,
         bos_token_id=None,
-        eos_token_id=eos_token_id,
-        pad_token_id=pad_token_id,
     )
-    config = Qwen3MoeConfig(**fields)
+    return Qwen3MoeConfig(**fields, **tokens)
+
+
+def write_checkpoint(
+    directory: Path, config: Callable[..., Any], *, adjust: Callable[[Any], None] = lambda model: None
+) -> int:
+    """Write tokenizer, config and random weights from :data:`SEED`, as bfloat16. Returns the vocabulary size.
+
+    Args:
+        directory: Made if it is not there.
+        config: From ``vocab_size``, ``eos_token_id`` and ``pad_token_id``, as :func:`qwen3_moe`.
+        adjust: Changes the weights before they are written.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+    directory.mkdir(parents=True, exist_ok=True)
+    vocab_size = write_tokenizer(directory)
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     torch.manual_seed(SEED)
-    model: Any = Qwen3MoeForCausalLM(config)
+    model: Any = AutoModelForCausalLM.from_config(config(vocab_size=vocab_size, **ends), dtype=torch.float32)
+    adjust(model)
     model = model.to(torch.bfloat16)
-    model.generation_config = GenerationConfig(eos_token_id=eos_token_id, pad_token_id=pad_token_id, do_sample=False)
+    model.generation_config = GenerationConfig(**ends, do_sample=False)
     model.save_pretrained(directory)
+    return vocab_size
 
 
 def main(argv: list[str]) -> None:
@@ -87,13 +111,7 @@ def main(argv: list[str]) -> None:
     if len(argv) != 1:
         raise SystemExit(__doc__)
     directory = Path(argv[0])
-    directory.mkdir(parents=True, exist_ok=True)
-
-    vocab_size = write_tokenizer(directory)
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(directory)
-    write_model(directory, vocab_size, tokenizer.eos_token_id, tokenizer.pad_token_id)
+    vocab_size = write_checkpoint(directory, qwen3_moe)
     size_mib = sum(file.stat().st_size for file in directory.iterdir()) / 2**20
     print(f"{directory}: {LAYERS} layers, {EXPERTS} experts, top-{TOPK}, vocabulary {vocab_size}, {size_mib:.0f} MiB")
 
