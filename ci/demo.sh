@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # One command on a fresh machine: real generation with the overlay off and on, compared bit for bit. No GPU needed.
+# Writes a report with pictures to $SKYRL_R3_OUT, or to r3-report/ in the current directory.
 # Needs Python 3.12 (or what ci/env.sh can get), about 8 GB of disk for the cached environment, 2 cores, 10 GB of memory.
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
@@ -35,6 +36,7 @@ SKYRL_R3=off HF_HUB_OFFLINE=1 "$work/env/0.3/bin/python" "$here/tiny_moe.py" "$w
 
 # In the background and waited for, so that the traps run at once.
 "$work/env/0.3/bin/python" "$here/demo.py" --work "$work" --model "$work/model" \
-    --python-04 "$work/env/0.4/bin/python" --router "$SKYRL_R3_ENV/bin/vllm-router" &
+    --python-04 "$work/env/0.4/bin/python" --router "$SKYRL_R3_ENV/bin/vllm-router" \
+    --report "${SKYRL_R3_OUT:-$PWD/r3-report}" &
 demo=$!
 wait "$demo"

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Lint, types, the contract tests against real SkyRL, then the demo. Sets up what it needs. CPU only.
+# Lint, types, the contract tests against real SkyRL, real generation and replay, then the demo. Sets up what it needs.
+# CPU only. Leaves reports with pictures in $SKYRL_R3_OUT, or in r3-report/.
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 cd "$here/.."
@@ -50,6 +51,16 @@ step "contract suite, SkyRL 0.4"
 tests "$SKYRL_R3_PYTHON_04" contract_tests/codec contract_tests/http contract_tests/overlay/skyrl_0_4
 step "contract suite on SkyRL 0.4.0 itself"
 tests "$SKYRL_R3_PYTHON_04" contract_tests --impl skyrl
+step "real generation and replay, on a CPU"
+out="${SKYRL_R3_OUT:-$PWD/r3-report}"
+status=0
+tests "$python" gpu_tests --r3-engine vllm --r3-device cpu --r3-report "$work/facts.json" || status=1
+bounded TERM "$python" -m gpu_tests.report "$work/facts.json" --out "$out/gpu_tests"
+[ "$status" -eq 0 ]
+# What needs no GPU is not skipped here.
+"$python" -c 'import json, sys
+left = [why for why in json.load(open(sys.argv[1]))["not_run"] if "sees no CUDA device" not in why]
+sys.exit("\n".join(left) or None)' "$work/facts.json"
 step "demo"
 bounded TERM bash "$here/demo.sh"
 step "done"
