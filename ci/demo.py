@@ -414,14 +414,9 @@ def check_off(work: Path) -> list[str]:
 
 def make_report(args: argparse.Namespace) -> list[str]:
     """Replay what was generated in transformers, and write the page. Returns what is wrong."""
-    ask = "import importlib.metadata; print(importlib.metadata.version('skyrl'))"
-    skyrl_04 = subprocess.run(
-        [str(args.python_04), "-c", ask], capture_output=True, text=True, check=True, timeout=60
-    ).stdout.strip()
     say("replaying in transformers what vLLM generated, with the captured routes and without (a minute)")
     command = [sys.executable, str(HERE / "demo_report.py")]
     command += flat({"--work": args.work, "--model": args.model, "--out": args.report.absolute()})
-    command += ["--skyrl-04", skyrl_04]
     with running("report", command, environment(args.work, "off"), args.work / "report.log") as report:
         try:
             report.wait(REPORT_S)

@@ -3,7 +3,7 @@
 The trainer's side is the same checkpoint in transformers, with the routes of each sample out of the training tensor
 that SkyRL's preprocessing made, with the overlay off and on. Exits with 1 if these two give another gap.
 
-Usage: ``python ci/demo_report.py --work DIR --model DIR --skyrl-04 RELEASE --out DIR``
+Usage: ``python ci/demo_report.py --work DIR --model DIR --out DIR``
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import argparse
 import dataclasses
 import datetime
 import importlib.metadata
+import json
 import os
 import platform
 import sys
@@ -66,10 +67,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True, help="where the demo's results are")
     parser.add_argument("--model", type=Path, required=True, help="the checkpoint that it served")
-    parser.add_argument("--skyrl-04", required=True, help="the release of the other SkyRL that it ran")
     parser.add_argument("--out", type=Path, required=True, help="directory for the report")
     args = parser.parse_args()
 
+    # What its client's process said of the overlay there.
+    (skyrl_04, *_) = json.loads((args.work / "client-04-on.status.json").read_text())["status"]
     model = dataclasses.replace(models.load(args.model), name="Qwen3-MoE, 24 layers, top-8 of 64")
     facts = Facts(
         title="ci/demo.sh: a Qwen3-MoE of 24 layers with random weights, on a CPU",
@@ -81,14 +83,13 @@ def main() -> int:
         },
         versions={"python": platform.python_version()}
         | {name: importlib.metadata.version(name) for name in PACKAGES}
-        | {"skyrl": f"{importlib.metadata.version('skyrl')} and {args.skyrl_04}"},
+        | {"skyrl": f"{importlib.metadata.version('skyrl')} and {skyrl_04['version']}"},
     )
-    for line in ENCODINGS:
-        runs = (Run.load(args.work / f"client-{line}-off"), Run.load(args.work / f"client-{line}-on"))
-        facts.transports += transports(line, runs)
-        facts.parities += parities(line, runs[0], model.name)
-
-    off, on = (Run.load(args.work / f"client-03-{phase}") for phase in ("off", "on"))
+    found = {
+        line: (Run.load(args.work / f"client-{line}-off"), Run.load(args.work / f"client-{line}-on"))
+        for line in ENCODINGS
+    }
+    off, on = found["03"]
     generations = recorded.samples(on, SAMPLED_CASE)
     trainer = replay.Trainer(model, device="cpu", dtype=torch.bfloat16)
     sides = [
@@ -102,6 +103,9 @@ def main() -> int:
     ]
     facts.replays.append(sides[1])
     facts.loads.append(replay.load_of(model, generations, engine=sides[1].engine))
+    for line, runs in found.items():
+        facts.transports += transports(line, runs)
+        facts.parities += parities(line, runs[0], model.name)
     report.write(facts, args.out)
     seen = sides[1]
     print(

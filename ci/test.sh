@@ -60,7 +60,7 @@ bounded TERM "$python" -m gpu_tests.report "$work/facts.json" --out "$out/gpu_te
 # What needs no GPU is not skipped here.
 "$python" -c 'import json, sys
 left = [why for why in json.load(open(sys.argv[1]))["not_run"] if "sees no CUDA device" not in why]
-sys.exit("\n".join(left) or None)' "$work/facts.json"
+sys.exit("\n".join(["not run, though it needs no GPU:", *left]) if left else None)' "$work/facts.json"
 step "demo"
 bounded TERM bash "$here/demo.sh"
 step "done"

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from gpu_tests.facts import Facts
 from gpu_tests.generation import Engine, Generation, Model
@@ -64,8 +65,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Set the environment before anything is imported that reads it."""
-    import torch
-
     _check_options(config)
     for name, value in ENVIRONMENT.items():
         # A model on the hub is fetched, unless the caller has said otherwise.
@@ -98,11 +97,8 @@ def _check_options(config: pytest.Config) -> None:
         raise pytest.UsageError(f"--r3-model: expected a directory or the id of a model on the hub, got {model}")
     if report and (report.is_dir() or not os.access(report.absolute().parent, os.W_OK)):
         raise pytest.UsageError(f"--r3-report: expected a file in a directory that can be written, got {report}")
-    if config.getoption("--r3-device") == "cuda":
-        import torch
-
-        if not torch.cuda.is_available():
-            raise pytest.UsageError(f"--r3-device cuda: torch {torch.__version__} sees no CUDA device")
+    if config.getoption("--r3-device") == "cuda" and not torch.cuda.is_available():
+        raise pytest.UsageError(f"--r3-device cuda: torch {torch.__version__} sees no CUDA device")
     if report:
         report.unlink(missing_ok=True)  # One of an earlier run is not taken for that of a run that was killed.
 
@@ -122,14 +118,10 @@ def _engine_name(config: pytest.Config) -> str:
 def _device(config: pytest.Config) -> str:
     if given := config.getoption("--r3-device"):
         return given
-    import torch
-
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _device_name(config: pytest.Config) -> str:
-    import torch
-
     on_gpu = _device(config) == "cuda" and torch.cuda.is_available()
     return torch.cuda.get_device_name() if on_gpu else f"CPU ({platform.machine()})"
 
@@ -220,8 +212,6 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def engine(request: pytest.FixtureRequest, model: Model, device: str) -> Iterator[Engine]:
     """An engine with the model loaded, one at a time."""
     if _engine_name(request.config) == "transformers":
-        import torch
-
         from gpu_tests.transformers_engine import TransformersEngine
 
         yield TransformersEngine(model, device=device, dtype=torch.bfloat16)

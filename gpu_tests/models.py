@@ -69,8 +69,8 @@ def _deepseek_config(**tokens: Any) -> Any:
         topk_method="noaux_tc",
         moe_layer_freq=1,
         max_position_embeddings=tiny_moe.MAX_POSITIONS,
-        # Scaled as DeepSeek's own. vLLM 0.30.0's CPU kernel for the plain kind takes the queries of several heads for
-        # those of one, when they come as [tokens, heads, size]: logprobs were 4 nats off, and 1% of the routes agreed.
+        # Scaled as DeepSeek's own. vLLM 0.30.0's CPU kernel for the plain kind is wrong for queries of several heads
+        # that come as [tokens, heads, size]: logprobs were 4 nats off, and 1% of the routes agreed.
         rope_parameters={
             "rope_type": "yarn",
             "rope_theta": 10_000.0,
