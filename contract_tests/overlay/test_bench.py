@@ -261,7 +261,7 @@ def test_preprocessing_is_checked(pairs: processes.Pairs, monkeypatch: pytest.Mo
 
 def command(*options: str) -> list[str]:
     """The command for one small run."""
-    return [sys.executable, "-m", "skyrl_r3.cli", "bench", "--tokens", "256", "--repeats", "1", *options]
+    return [sys.executable, "-m", "skyrl_r3", "bench", "--tokens", "256", "--repeats", "1", *options]
 
 
 def left_behind(mark: str) -> list[str]:
