@@ -7,6 +7,15 @@ this file alone. wrapt has such a hook, but takes 0.16 to 0.2 s to import, so th
 import os
 import sys
 
+__all__ = ["OFF", "SWITCH", "SkyRLFinder", "install", "installed", "is_off", "start", "uninstall"]
+
+# `typing` alone would take longer to import than this module may take.
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+
 SWITCH = "SKYRL_R3"
 OFF = ("off", "0", "false", "no")
 
@@ -14,7 +23,9 @@ OFF = ("off", "0", "false", "no")
 class SkyRLFinder:
     """Finds the modules of SkyRL that have something to patch, and patches them when they are loaded."""
 
-    def find_spec(self, fullname, path=None, target=None):
+    def find_spec(
+        self, fullname: str, path: "Sequence[str] | None" = None, target: "ModuleType | None" = None
+    ) -> "ModuleSpec | None":
         """The spec that the other finders give, with a loader that patches; None for every other module."""
         if not fullname.startswith("skyrl."):
             return None
@@ -26,7 +37,7 @@ class SkyRLFinder:
 def install() -> None:
     """Put the finder first. To install twice is to install once."""
     if not installed():
-        sys.meta_path.insert(0, SkyRLFinder())  # pyright: ignore[reportArgumentType]
+        sys.meta_path.insert(0, SkyRLFinder())
 
 
 def uninstall() -> None:

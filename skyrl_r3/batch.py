@@ -20,10 +20,12 @@ from skyrl_r3.codec import smallest_dtype
 from skyrl_r3.errors import CodecError, RouteError, describe
 from skyrl_r3.routes import RoutedExperts
 
+__all__ = ["pad_routes", "router_padding_mask"]
+
 if TYPE_CHECKING:
     import torch
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 _FIELD = "rollout_expert_indices"
 

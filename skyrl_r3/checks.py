@@ -22,6 +22,8 @@ import numpy as np
 from skyrl_r3.errors import RoutesError
 from skyrl_r3.spec import RouteSpec
 
+__all__ = ["COMPARED", "LOOKED_AT", "RUN", "Finding", "check_shape", "find"]
+
 LOOKED_AT = 2048
 COMPARED = 64
 RUN = 16

@@ -13,7 +13,9 @@ from skyrl_r3.commands.inspect import inspect
 from skyrl_r3.commands.status import status
 
 # Without markup, which would take [default: ...] for a style.
-app = typer.Typer(rich_markup_mode=None, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app: typer.Typer = typer.Typer(
+    rich_markup_mode=None, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
+)
 app.command(short_help="What is installed and patched, and what to do next.")(status)
 app.command(short_help="Look at a saved reply, or at saved routes.")(inspect)
 app.command(short_help="Real generation, with and without (7 minutes).")(demo)

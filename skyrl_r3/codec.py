@@ -22,6 +22,8 @@ import pybase64
 
 from skyrl_r3.errors import CodecError, describe
 
+__all__ = ["DTYPES", "MAX_BYTES", "check", "compact", "pack", "smallest_dtype", "unpack"]
+
 MAX_BYTES = 2**31
 """Largest array that is decoded, in bytes. One million tokens of 61 layers, top-8 and 384 experts take 1 GB."""
 

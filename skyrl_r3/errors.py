@@ -10,6 +10,21 @@ from typing import Any
 
 import numpy as np
 
+__all__ = [
+    "BrokenRoutesError",
+    "CodecError",
+    "DriftError",
+    "EngineError",
+    "MissingRoutesError",
+    "OverlayError",
+    "R3Error",
+    "ReplyError",
+    "RouteError",
+    "RoutesError",
+    "UnsupportedSkyRLError",
+    "describe",
+]
+
 
 class R3Error(Exception):
     """Base of everything that skyrl-r3 raises.
@@ -23,12 +38,12 @@ class R3Error(Exception):
     """
 
     def __init__(self, field: str, *, expected: str, got: str, where: str = "", hint: str = "") -> None:
-        self.field = field = _cut(field)
+        self.field: str = _cut(field)
         self.expected = expected
-        self.got = got = _cut(got)
+        self.got: str = _cut(got)
         self.where = where
         self.hint = hint
-        message = f"{field}: expected {expected}, got {got}"
+        message = f"{self.field}: expected {expected}, got {self.got}"
         if where:
             message += f" ({where})"
         if hint:

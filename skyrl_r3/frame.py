@@ -27,6 +27,8 @@ from skyrl_r3.errors import BrokenRoutesError, CodecError, ReplyError, describe
 from skyrl_r3.reply import Reply
 from skyrl_r3.spec import RouteSpec, layers_text, read_layers
 
+__all__ = ["CONTENT_TYPE", "FORMAT", "FRAME", "dump", "is_frame", "load", "pieces"]
+
 FRAME = "frame/1"
 CONTENT_TYPE = "application/vnd.skyrl-r3.frame"
 FORMAT = "skyrl-r3/1"

@@ -12,7 +12,9 @@ from typing import Any
 from skyrl_r3.errors import OverlayError
 from skyrl_r3.manifest import Target
 
-logger = logging.getLogger(__name__)
+__all__ = ["Applied", "apply", "ledger", "put_back"]
+
+logger: logging.Logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

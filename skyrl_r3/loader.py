@@ -11,6 +11,8 @@ from typing import Any
 
 from skyrl_r3 import overlay
 
+__all__ = ["PatchingLoader", "patching_spec"]
+
 _HOOK = '__import__("skyrl_r3.overlay").overlay.script_loaded(globals(), {name!r})'
 
 

@@ -19,6 +19,8 @@ from packaging.version import InvalidVersion, Version
 from skyrl_r3.errors import DriftError, UnsupportedSkyRLError
 from skyrl_r3.sources import Found, assigned_string, read_target
 
+__all__ = ["Manifest", "Plan", "Target", "installed_skyrl", "manifests", "plan"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Target:

@@ -1,11 +1,9 @@
 """Counters and timers of routed experts, in the process that they happen in.
 
-``skyrl_r3.metrics.snapshot()`` has the totals. In the trainer, what was added since the last call of the generator is
-in SkyRL's ``rollout_metrics``, as ``r3/...``, for its tracker. A server has the same counters as Prometheus metrics,
-``skyrl_r3_..._total``, at vLLM's own ``/metrics``.
+``skyrl_r3.metrics.snapshot()`` has the totals. In the trainer, what was added since the generator's last call is in
+SkyRL's ``rollout_metrics``, as ``r3/...``. A server has the same as ``skyrl_r3_..._total`` at vLLM's ``/metrics``.
 
-``SKYRL_R3_METRICS=off`` switches all of it off in a process. Under Ray, set it where ``ray start`` runs, or in
-the job's ``runtime_env``: trainer and servers are processes of Ray's.
+``SKYRL_R3_METRICS=off`` switches it off in a process; for those of Ray set it in the job's ``runtime_env``.
 
 SkyRL adds up the metrics of several groups of samples, unless their name contains avg or mean, min or max. So counters
 and what they are labelled with must not contain these; the load's name does, and is averaged. From few samples it is
@@ -25,6 +23,8 @@ from typing import Any
 import numpy as np
 
 from skyrl_r3.autoload import OFF
+
+__all__ = ["COUNTERS", "LOAD", "Metric", "snapshot"]
 
 SWITCH = "SKYRL_R3_METRICS"
 
@@ -149,7 +149,7 @@ class Reply:
 
     def __init__(self) -> None:
         self._counted: list[tuple[_Key, float]] = []
-        self.on = enabled()
+        self.on: bool = enabled()
         self._began = time.perf_counter() if self.on else 0.0
 
     def lap(self, name: str) -> None:

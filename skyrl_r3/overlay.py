@@ -19,7 +19,7 @@ from skyrl_r3.errors import OverlayError, UnsupportedSkyRLError
 from skyrl_r3.ledger import apply, ledger, put_back
 from skyrl_r3.manifest import Target
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 # A dependency of vLLM's sets the root logger to ERROR when it is imported (model_hosting_container_standards, seen with
 # vLLM 0.26.0), which would swallow this package's warnings in the server's process.
 _package_logger = logging.getLogger("skyrl_r3")

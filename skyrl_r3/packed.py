@@ -21,6 +21,8 @@ from skyrl_r3.errors import BrokenRoutesError, CodecError, ReplyError, RouteErro
 from skyrl_r3.reply import Reply
 from skyrl_r3.routes import as_token_array
 
+__all__ = ["NESTED", "PACKED", "dump", "from_nested", "parse", "pieces", "read"]
+
 PACKED = "packed"
 NESTED = "nested"
 

@@ -18,7 +18,9 @@ import numpy as np
 
 from skyrl_r3 import codec
 
-logger = logging.getLogger(__name__)
+__all__ = ["fill", "fill_masked", "masked_losses", "masked_rows", "without_masked"]
+
+logger: logging.Logger = logging.getLogger(__name__)
 
 _BLOCK_ROWS = 512
 

@@ -26,7 +26,9 @@ from skyrl_r3 import checks, codec, metrics
 from skyrl_r3.errors import BrokenRoutesError, OverlayError, RoutesError
 from skyrl_r3.reply import Reply
 
-logger = logging.getLogger(__name__)
+__all__ = ["ACTIONS", "DEFAULTS", "VARIABLE", "changed", "current", "parse", "settle", "use"]
+
+logger: logging.Logger = logging.getLogger(__name__)
 
 VARIABLE = "SKYRL_R3_CHECKS"
 ERROR, MASK, COUNT = "error", "mask", "count"

@@ -13,6 +13,8 @@ import numpy as np
 from skyrl_r3.errors import MissingRoutesError, ReplyError, RoutesError, describe
 from skyrl_r3.spec import RouteSpec
 
+__all__ = ["FLOORED_LOGPROB", "Reply", "sampled_logprobs"]
+
 FLOORED_LOGPROB = -9999.0
 """Stands for a missing or non-finite logprob: the value that vLLM's own OpenAI endpoints use."""
 

@@ -17,6 +17,8 @@ import numpy as np
 from skyrl_r3 import codec
 from skyrl_r3.errors import RouteError, describe
 
+__all__ = ["RoutedExperts", "as_token_array"]
+
 
 class RoutedExperts:
     """Expert ids of the captured tokens of one trajectory: row ``i`` is the route of token ``i``.
@@ -39,8 +41,8 @@ class RoutedExperts:
         codec.check(ids)
         if len(ids) != len(token_ids):
             raise RouteError("routed_experts.token_ids", expected=f"{len(ids)} tokens", got=str(len(token_ids)))
-        self.ids = ids
-        self.token_ids = token_ids
+        self.ids: np.ndarray = ids
+        self.token_ids: np.ndarray = token_ids
 
     @classmethod
     def of_checked(cls, ids: np.ndarray, token_ids: np.ndarray) -> RoutedExperts:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+__all__ = ["Found", "assigned_string", "read_target"]
+
 
 @dataclass(frozen=True)
 class Found:

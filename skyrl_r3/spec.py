@@ -14,6 +14,8 @@ from typing import Any
 
 from skyrl_r3.errors import ReplyError, describe
 
+__all__ = ["MAX_LAYERS", "RouteSpec", "layers_text", "read_layers"]
+
 MAX_LAYERS = 4096
 """More than any model has. A bound, as a few bytes of a frame's ``moe_layers`` can spell out as many as they like."""
 

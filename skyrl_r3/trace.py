@@ -17,6 +17,8 @@ import numpy as np
 
 from skyrl_r3.routes import RoutedExperts
 
+__all__ = ["Trace", "Traces", "trajectory"]
+
 _SPARE = 1.25
 """Times the rows that are needed: so that a turn copies its own rows, and only now and then those of all others."""
 

@@ -16,6 +16,8 @@ from skyrl_r3.frame import FRAME
 from skyrl_r3.packed import NESTED, PACKED
 from skyrl_r3.reply import Reply
 
+__all__ = ["ENCODINGS", "ENCODINGS_FIELD", "GENERATE_PATH", "START_FIELD", "choose_encoding", "load"]
+
 GENERATE_PATH = "/skyrl/v1/generate"
 ENCODINGS_FIELD = "routed_experts_encodings"
 ENCODINGS = (FRAME, PACKED, NESTED)

@@ -29,7 +29,7 @@ from skyrl_r3.routes import RoutedExperts, as_token_array
 from skyrl_r3.trace import Trace, trajectory
 from skyrl_r3.wire import GENERATE_PATH, START_FIELD
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 _SKYRL_CLIENT = "skyrl.backends.skyrl_train.inference_servers.remote_inference_client"
 _RETRY_PAUSE_S = 1.0
@@ -52,7 +52,7 @@ class Received(dict[str, Any]):
     def __init__(self, reply: Reply, routes: Any) -> None:
         super().__init__()
         self.routes = routes
-        self.logprobs = None if reply.logprobs is None else reply.logprobs.tolist() or None
+        self.logprobs: list[float] | None = None if reply.logprobs is None else reply.logprobs.tolist() or None
 
 
 def body_of(reply: Reply, routes: Any) -> dict[str, Any]:

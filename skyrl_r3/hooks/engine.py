@@ -19,7 +19,7 @@ from skyrl_r3.errors import EngineError, ReplyError, describe
 from skyrl_r3.spec import RouteSpec
 from skyrl_r3.wire import START_FIELD
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 _FLAG = "--enable-return-routed-experts"
 _CAPTURES_LOGICAL_IDS = Version("0.16.0")

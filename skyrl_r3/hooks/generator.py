@@ -17,7 +17,7 @@ from skyrl_r3.errors import RouteError
 from skyrl_r3.routes import RoutedExperts, as_token_array
 from skyrl_r3.trace import Traces, trajectory
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 _ROUTES = "rollout_expert_indices"
 

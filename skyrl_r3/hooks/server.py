@@ -26,7 +26,7 @@ from skyrl_r3.hooks.tap import EngineTap
 from skyrl_r3.reply import FLOORED_LOGPROB, Reply, sampled_logprobs
 from skyrl_r3.spec import RouteSpec
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 
 class PiecesResponse(Response):
