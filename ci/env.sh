@@ -115,8 +115,8 @@ _r3_env() {
 
 # Fresh environments $1/0.3 and $1/0.4 with this repository's wheel in them, on top of the cached ones, in a few seconds.
 #
-# The wheel turns itself on through a .pth file, and Python reads those in site directories only, so neither PYTHONPATH
-# nor an editable install would exercise it. Hence real, thin environments with the wheel in their own site-packages.
+# The wheel turns itself on through a .pth file, and Python reads those in site directories only, so PYTHONPATH would not
+# exercise it. Hence real, thin environments with the wheel in their own site-packages.
 # --no-deps: uv would not see the layer below and install numpy a second time; that list has the requirements.
 r3_run_env() {
     local dir="$1" line

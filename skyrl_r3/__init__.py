@@ -9,29 +9,39 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from skyrl_r3 import metrics
+    from skyrl_r3 import batch, codec, errors, frame, metrics, reply
     from skyrl_r3.overlay import TargetStatus, disable, enable, status
     from skyrl_r3.routes import RoutedExperts
 
-__version__ = "0.2.0"
-__all__ = ["RoutedExperts", "TargetStatus", "__version__", "disable", "enable", "metrics", "status"]
+__version__ = "0.3.0"
+__all__ = [
+    "RoutedExperts",
+    "TargetStatus",
+    "__version__",
+    "batch",
+    "codec",
+    "disable",
+    "enable",
+    "errors",
+    "frame",
+    "metrics",
+    "reply",
+    "status",
+]
 
 _HOMES = {
-    "RoutedExperts": "skyrl_r3.routes",
-    "TargetStatus": "skyrl_r3.overlay",
-    "disable": "skyrl_r3.overlay",
-    "enable": "skyrl_r3.overlay",
-    "status": "skyrl_r3.overlay",
+    "RoutedExperts": "routes",
+    "TargetStatus": "overlay",
+    "disable": "overlay",
+    "enable": "overlay",
+    "status": "overlay",
 }
 
 
 def __getattr__(name: "str") -> "Any":
-    if name in _HOMES:
-        from importlib import import_module
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
 
-        return getattr(import_module(_HOMES[name]), name)
-    if name == "metrics":
-        from importlib import import_module
-
-        return import_module("skyrl_r3.metrics")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = import_module(f"skyrl_r3.{_HOMES.get(name, name)}")
+    return getattr(module, name) if name in _HOMES else module

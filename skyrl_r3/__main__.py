@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import sys
 
+from skyrl_r3.lacking import lacking
+
 
 def main() -> None:
-    """Run the command line. Without one of its libraries, which ``pip install --no-deps`` leaves out, say which."""
+    """Run the command line. If a package that it needs is missing or broken, one line says which."""
     try:
         from skyrl_r3.cli import app
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] == __package__:
-            raise
-        sys.exit(f"skyrl-r3 needs the package {error.name}, which is not installed: pip install {error.name}")
-    app(prog_name="skyrl-r3")
+
+        app(prog_name="skyrl-r3")
+    except Exception as error:
+        if needed := lacking(error):
+            sys.exit(needed)
+        raise
 
 
 if __name__ == "__main__":

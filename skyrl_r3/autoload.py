@@ -23,15 +23,39 @@ OFF = ("off", "0", "false", "no")
 class SkyRLFinder:
     """Finds the modules of SkyRL that have something to patch, and patches them when they are loaded."""
 
+    _broken: bool = False  # skyrl-r3 cannot be imported, which is said once.
+
     def find_spec(
         self, fullname: str, path: "Sequence[str] | None" = None, target: "ModuleType | None" = None
     ) -> "ModuleSpec | None":
         """The spec that the other finders give, with a loader that patches; None for every other module."""
-        if not fullname.startswith("skyrl."):
+        if self._broken or not fullname.startswith("skyrl."):
             return None
-        from skyrl_r3 import loader
-
+        try:
+            from skyrl_r3 import loader
+        except Exception as error:
+            # Whatever it is, SkyRL's imports must not fail because of us.
+            self._broken = True
+            _say_inactive(error)
+            return None
         return loader.patching_spec(self, fullname, path, target)
+
+
+def _say_inactive(error: Exception) -> None:
+    import logging
+
+    needed = ""
+    try:
+        from skyrl_r3.lacking import lacking
+
+        needed = lacking(error)
+    except ImportError:
+        pass  # A part of skyrl-r3 is all that is there.
+    logging.getLogger("skyrl_r3").error(
+        "skyrl-r3 is not active, and SkyRL is left as it is. %s, on every node.",
+        needed or "skyrl-r3 cannot be imported: pip install --force-reinstall skyrl-r3",
+        exc_info=None if needed else error,
+    )
 
 
 def install() -> None:

@@ -58,14 +58,14 @@ def check_shape(ids: np.ndarray, spec: RouteSpec) -> None:
             raise RoutesError("routed_experts.shape", kind="shape", expected=expected, got=got)
 
 
-def find(ids: np.ndarray, spec: RouteSpec, *, first: int = 0, prompt: int = 0) -> Iterator[Finding]:
+def find(ids: np.ndarray, spec: RouteSpec, *, first: int = 0, prompt: int | None = 0) -> Iterator[Finding]:
     """Look for ids that no router can have picked.
 
     Args:
         ids: ``[rows, layers, topk]``, as the codec decodes them.
         spec: The model's. What is unknown in it is not checked.
         first: The token that the first row belongs to.
-        prompt: Length of the prompt, to say where something was found.
+        prompt: Length of the prompt, to say where something was found; None where unknown.
 
     Yields:
         One finding for each kind.
@@ -163,11 +163,14 @@ def _runs(same: np.ndarray) -> np.ndarray:
     return rows
 
 
-def _place(bad: np.ndarray, rows: int, prompt: int) -> str:
+def _place(bad: np.ndarray, rows: int, prompt: int | None) -> str:
     """The first of the tokens ``bad``, and how many they are of ``rows``, in which region."""
+    place = f"row {int(bad[0])}, {len(bad)} of {rows} rows"
+    if prompt is None:
+        return place
     generated = int((bad >= prompt).sum())
     region = "prompt" if not generated else "response" if generated == len(bad) else "prompt and response"
-    return f"row {int(bad[0])}, {len(bad)} of {rows} rows, of the {region}"
+    return f"{place}, of the {region}"
 
 
 def _ranges(layers: list[int]) -> str:

@@ -6,9 +6,8 @@ attributes, so that callers and tests can match fields instead of prose.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
-
-import numpy as np
 
 __all__ = [
     "BrokenRoutesError",
@@ -146,9 +145,11 @@ class EngineError(OverlayError):
     """The inference engine cannot capture routes the way it was started. ``field`` names the flags."""
 
 
-def describe(value: object) -> str:
+def describe(value: Any) -> str:
     """Name ``value`` shortly for the ``got`` of an error: its type, and what tells it from its like."""
-    if isinstance(value, np.ndarray):
+    # Not imported here: that numpy is missing has to be said with one of these errors.
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.ndarray):
         return f"{value.dtype.name} array {list(value.shape)}"
     if isinstance(value, str | bytes | bytearray):
         unit = "characters" if isinstance(value, str) else "bytes"

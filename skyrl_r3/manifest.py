@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import sys
 import tomllib
 from dataclasses import dataclass
 from functools import cache
@@ -16,7 +17,7 @@ from pathlib import Path
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
-from skyrl_r3.errors import DriftError, UnsupportedSkyRLError
+from skyrl_r3.errors import DriftError, OverlayError, UnsupportedSkyRLError
 from skyrl_r3.sources import Found, assigned_string, read_target
 
 __all__ = ["Manifest", "Plan", "Target", "installed_skyrl", "manifests", "plan"]
@@ -67,6 +68,11 @@ class Manifest:
     reviewed: str
     targets: tuple[Target, ...]
 
+    def is_for(self, version: str) -> bool:
+        """Whether the manifest is for this SkyRL. ``version`` may be any text."""
+        # prereleases=True: without it, development builds of a supported line fall out of every specifier.
+        return _is_version(version) and SpecifierSet(self.skyrl).contains(version, prereleases=True)
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -90,6 +96,22 @@ class Plan:
         found = self.found[target.name]
         return found is not None and self._fits(target) and found.sha256 != target.sha256
 
+    def warning(self) -> str:
+        """What to say of a SkyRL that fits and is not the one that was reviewed; empty if there is nothing to say.
+
+        A checkout has the number of the release before it, whatever has changed since.
+        """
+        edited = [target.name for target in self.manifest.targets if self.edited(target)]
+        if not edited:
+            return ""
+        others = f" and {len(edited) - 1} more" if len(edited) > 1 else ""
+        return (
+            f"{len(edited)} of the {len(self.manifest.targets)} functions that skyrl-r3 patches are not as in SkyRL "
+            f"{self.manifest.reviewed}, with which the patches were reviewed: {edited[0]}{others}. Their signatures "
+            "fit, and they are patched all the same. Use the release, or look whether routes are concerned: "
+            "python -m ci.anchors, in a checkout of skyrl-r3, shows each."
+        )
+
     def _fits(self, target: Target) -> bool:
         found = self.found[target.name]
         return found is not None and found.signature == target.signature
@@ -101,26 +123,46 @@ class Plan:
             return None
         found = self.found[drifted[0].name]
         others = f" and {len(drifted) - 1} more" if len(drifted) > 1 else ""
+        reviewed = self.manifest.reviewed
+        # A checkout keeps the number of the release before it, and whoever reads it there thinks that it is supported.
+        not_it = f", as this is not the SkyRL that was released as {reviewed}" if self.version == reviewed else ""
         return DriftError(
             drifted[0].name + others,
             expected=drifted[0].signature,
             got="nothing of that name" if found is None else found.signature,
             where=f"SkyRL {self.version}",
-            hint="Nothing was patched. Use the SkyRL release that skyrl-r3 supports, or uninstall skyrl-r3.",
+            hint=f"Nothing was patched{not_it}. Use SkyRL {reviewed} as released, or uninstall skyrl-r3.",
         )
 
 
 def manifests() -> list[Manifest]:
-    """All manifests that this package ships."""
+    """All manifests that this package ships.
+
+    Raises:
+        OverlayError: There are none, as in an archive on the path or a copy of the modules alone.
+    """
     here = Path(__file__).parent
     # In the wheel they lie inside the package, in a checkout beside it.
     folder = here / "patches" if (here / "patches").is_dir() else here.parent / "patches"
-    loaded = []
-    for path in sorted(folder.glob("skyrl-*.toml")):
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
-        targets = tuple(Target(**row) for row in content["target"])
-        loaded.append(Manifest(skyrl=content["skyrl"], reviewed=content["reviewed"], targets=targets))
-    return loaded
+    paths = sorted(folder.glob("skyrl-*.toml"))
+    if not paths:
+        hint = "skyrl-r3 is incomplete: install it anew, with pip and from its wheel."
+        raise OverlayError("patches", expected="a manifest for each SkyRL", got="none", where=str(folder), hint=hint)
+    return [read_manifest(path) for path in paths]
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest in a file.
+
+    Raises:
+        OSError, ValueError, KeyError, TypeError: It is none.
+    """
+    content = tomllib.loads(path.read_text(encoding="utf-8"))
+    targets = tuple(Target(**row) for row in content["target"])
+    texts = (content["skyrl"], content["reviewed"], *(text for row in content["target"] for text in row.values()))
+    if wrong := [text for text in texts if not isinstance(text, str)]:
+        raise TypeError(f"expected texts alone, got {wrong[0]!r}")
+    return Manifest(skyrl=content["skyrl"], reviewed=content["reviewed"], targets=targets)
 
 
 @cache
@@ -129,13 +171,13 @@ def plan() -> Plan:
 
     Raises:
         UnsupportedSkyRLError: SkyRL is not installed, or is of a release that no manifest is for.
+        OverlayError: As :func:`manifests`.
     """
     version, root = installed_skyrl()
-    for manifest in manifests() if _is_version(version) else []:
-        # prereleases=True: without it, development builds of a supported line fall out of every specifier.
-        if SpecifierSet(manifest.skyrl).contains(version, prereleases=True):
-            found = {target.name: read_target(root, target.module, target.attribute) for target in manifest.targets}
-            return Plan(version=version, manifest=manifest, found=found)
+    manifest = next((manifest for manifest in manifests() if manifest.is_for(version)), None)
+    if manifest is not None:
+        found = {target.name: read_target(root, target.module, target.attribute) for target in manifest.targets}
+        return Plan(version=version, manifest=manifest, found=found)
     raise UnsupportedSkyRLError(
         "skyrl",
         expected=f"a release in {_supported()}",
@@ -150,16 +192,26 @@ def installed_skyrl() -> tuple[str, Path]:
     Raises:
         UnsupportedSkyRLError: There is none.
     """
-    spec = importlib.util.find_spec("skyrl")
-    if spec is None or not spec.submodule_search_locations:
+    folders = _skyrl_folders()
+    if not folders:
         old = _distribution_version("skyrl-train")
         got = "none" if old is None else f"only skyrl-train {old}, the older package, which has no R3"
-        hint = "SkyRL is not installed in this environment."
+        hint = "Install skyrl-r3 in the environment that SkyRL runs in."
+        if old is not None:
+            hint = "Move to the package skyrl, whose extra is now called skyrl-train."
         raise UnsupportedSkyRLError("skyrl", expected=f"a release in {_supported()}", got=got, hint=hint)
-    root = Path(next(iter(spec.submodule_search_locations)))
+    root = Path(folders[0])
     # The package's own word first: a checkout on sys.path can be another release than the one pip installed.
     version = assigned_string(root / "__init__.py", "__version__") or _distribution_version("skyrl")
     return version or "unknown", root
+
+
+def _skyrl_folders() -> list[str]:
+    try:
+        spec = importlib.util.find_spec("skyrl")
+    except ValueError:  # One that was imported without a spec, or made by hand.
+        return list(getattr(sys.modules["skyrl"], "__path__", ()))
+    return [] if spec is None else list(spec.submodule_search_locations or ())
 
 
 def _is_version(text: str) -> bool:

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from skyrl_r3 import autoload, manifest
+from skyrl_r3 import autoload, manifest, notes
 from skyrl_r3.errors import OverlayError, UnsupportedSkyRLError
+from skyrl_r3.lacking import lacking
 from skyrl_r3.ledger import apply, ledger, put_back
 from skyrl_r3.manifest import Target
 
@@ -63,7 +64,7 @@ _failures: list[OverlayError] = []
 def enable(*, checks: str | None = None) -> list[TargetStatus]:
     """Apply the overlay in this process, for what is imported already and for what will be.
 
-    Needed where the wheel's ``.pth`` file is not read: editable installs and notebooks. For Ray workers name it as
+    Needed where the ``.pth`` file is not read, as with a checkout on ``PYTHONPATH``. For Ray workers name it as
     the job's ``worker_process_setup_hook``. To enable twice is to enable once.
 
     Args:
@@ -98,8 +99,9 @@ def enable(*, checks: str | None = None) -> list[TargetStatus]:
             for target in plan.manifest.targets:
                 module = sys.modules.get(target.module)
                 # One that is being imported has not defined its functions yet; the import hook is called when it has.
-                if module is not None and not getattr(module.__spec__, "_initializing", False):
+                if module is not None and not getattr(getattr(module, "__spec__", None), "_initializing", False):
                     apply(target, module)
+            notes.note(plan.warning())
         except Exception as failure:
             if hooked:
                 _fail(failure)
@@ -145,7 +147,7 @@ def wanted(module_name: str) -> bool:
         return False
     try:
         return any(target.module == module_name for target in manifest.plan().manifest.targets)
-    except UnsupportedSkyRLError as error:
+    except OverlayError as error:
         _warn_once(f"skyrl-r3 is not active: {error}")
     except Exception as error:
         # SkyRL's imports must not fail because of us, least of all where nobody asked for the overlay.
@@ -174,6 +176,7 @@ def module_loaded(module: Any, module_name: str) -> None:
             try:
                 for target in targets:
                     apply(target, module)
+                notes.note(plan.warning())
                 return
             except Exception as error:
                 _fail(error)
@@ -185,15 +188,11 @@ def module_loaded(module: Any, module_name: str) -> None:
 
 def _fail(error: Exception) -> None:
     """Take back everything that is applied, and refuse in its place."""
-    logger.error("skyrl-r3 could not patch SkyRL and leaves it as it is", exc_info=error)
-    _failures.append(
-        OverlayError(
-            "skyrl_r3",
-            expected="patches that apply",
-            got=repr(error),
-            hint="Please report this. Without R3, or with SKYRL_R3=off, SkyRL runs as ever.",
-        )
-    )
+    needed = lacking(error)
+    cure = f"{needed}, on every node." if needed else "Please report this."
+    logger.error("skyrl-r3 could not patch SkyRL and leaves it as it is. %s", cure, exc_info=error)
+    hint = f"{cure} Without R3, or with SKYRL_R3=off, SkyRL runs as ever."
+    _failures.append(OverlayError("skyrl_r3", expected="patches that apply", got=repr(error), hint=hint))
     plan = manifest.plan()
     targets = {target.name: target for target in plan.manifest.targets}
     for applied in list(ledger):

@@ -98,7 +98,8 @@ class Reply:
                 got=f"null with finish_reason {self.finish_reason!r}",
                 hint="Start the inference server with --enable-return-routed-experts "
                 "(generator.inference_engine.enable_return_routed_experts=true), or switch that flag off in the "
-                "trainer.",
+                "trainer. If it has the flag, its model is dense, or a router strips the reply: see "
+                "skyrl-r3 status --server URL.",
             )
         if ids is None:
             return np.empty((0, 0, 0), dtype=np.uint8)

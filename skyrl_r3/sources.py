@@ -6,7 +6,7 @@ import ast
 import hashlib
 import tokenize
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
@@ -15,10 +15,17 @@ __all__ = ["Found", "assigned_string", "read_target"]
 
 @dataclass(frozen=True)
 class Found:
-    """What the installed source has for a target."""
+    """What the installed source has for a target.
+
+    Attributes:
+        signature: As a manifest has it.
+        sha256: Of ``text``.
+        text: The function's source, from ``def`` on, for whoever compares releases.
+    """
 
     signature: str
     sha256: str
+    text: str = field(default="", repr=False)
 
 
 def read_target(root: Path, module: str, attribute: str, seen: frozenset[str] = frozenset()) -> Found | None:
@@ -47,7 +54,7 @@ def read_target(root: Path, module: str, attribute: str, seen: frozenset[str] = 
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         text = ast.get_source_segment(source, node) or ""
         signature = " ".join([*context, _signature(node)])
-        return Found(signature=signature, sha256=hashlib.sha256(text.encode()).hexdigest())
+        return Found(signature=signature, sha256=hashlib.sha256(text.encode()).hexdigest(), text=text)
     if isinstance(node, ast.ImportFrom) and not classes:
         origin = next(alias.name for alias in node.names if (alias.asname or alias.name) == name)
         parents = module.split(".")[: -node.level] if node.level else []

@@ -8,6 +8,7 @@ field a server answers as the SkyRL release that it runs in does.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import MappingProxyType
 from typing import Any
 
 from skyrl_r3 import frame, packed
@@ -22,6 +23,8 @@ GENERATE_PATH = "/skyrl/v1/generate"
 ENCODINGS_FIELD = "routed_experts_encodings"
 ENCODINGS = (FRAME, PACKED, NESTED)
 """What a client reads, most wanted first."""
+WRITTEN = MappingProxyType({"add_custom_endpoints": (FRAME, PACKED, NESTED), "add_packing_endpoints": (FRAME, PACKED)})
+"""What a server writes, by its hook: most compact first, what its SkyRL writes without the overlay last."""
 START_FIELD = "routed_experts_prompt_start"
 """vLLM's sampling parameter: the first token that gets a row."""
 

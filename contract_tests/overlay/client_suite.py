@@ -23,6 +23,7 @@ from contract_tests.overlay import server_suite
 from contract_tests.overlay.server_suite import ENCODINGS, PROMPT, RESPONSE, ROUTES
 from contract_tests.replies import ASKS, FRAME, FRAME_TYPE, NESTED, PACKED, envelope, write
 from contract_tests.skyrl_server import Server, client_at, client_of, json_reply
+from skyrl_r3 import notes
 from skyrl_r3.errors import MissingRoutesError, ReplyError
 from skyrl_r3.hooks import client as client_hook
 
@@ -190,6 +191,20 @@ class ClientContract:
             output = await generate(client, logprobs=0)
         assert output["response_logprobs"] == [[-0.5, -1.0, -1.5]]
         assert ASKS in server.requests[-1]
+
+    async def test_a_note_is_said_once_when_routes_are_asked_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        said: list[str] = []
+        monkeypatch.setattr(notes.logger, "warning", said.append)
+        monkeypatch.setattr(notes, "_noted", ["SkyRL was edited"])
+        monkeypatch.setattr(notes, "_said", set())
+        server = Server(
+            lambda number, body: write(FRAME if ASKS in body else self.stock, RESPONSE, ROUTES, [-0.5, -1.0, -1.5])
+        )
+        async with client_of(server) as client:
+            assert said == []
+            for _ in range(2):
+                await generate(client, logprobs=0)
+        assert said == ["SkyRL was edited"]
 
     # What arrives
 

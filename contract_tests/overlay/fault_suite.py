@@ -185,7 +185,7 @@ class FaultContract(LifeContract):
         else:
             # From then on this process has no overlay, and whoever asks for it is told.
             assert raised == [{"error": "OverlayError", "field": "skyrl_r3"}] * (2 if moment == "hook" else 1)
-            assert life["heard"][0] == "skyrl-r3 could not patch SkyRL and leaves it as it is"
+            assert life["heard"][0] == "skyrl-r3 could not patch SkyRL and leaves it as it is. Please report this."
 
     @pytest.mark.parametrize("moment", MOMENTS)
     @pytest.mark.parametrize("kind", FAILURES)

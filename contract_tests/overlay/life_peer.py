@@ -170,7 +170,7 @@ class Life:
             return "theirs"
         code = function.__code__
         if code.co_filename.startswith(OURS):
-            return "guard" if code.co_qualname.startswith("refuse") else "ours"
+            return "guard" if code.co_filename.endswith("refuse.py") else "ours"
         return "unknown"
 
 

@@ -83,7 +83,7 @@ class RayContract:
 
     @pytest.fixture(scope="class")
     def by_hand(self, double: Path) -> dict[str, Any]:
-        """From a checkout on the path, as an editable install is: no ``.pth`` file, Ray's setup hook instead."""
+        """From a checkout on the path: no ``.pth`` file, Ray's setup hook instead."""
         code = self.driver(runtime_env={"worker_process_setup_hook": "skyrl_r3.enable"}, send=True)
         return run_python([sys.executable, "-c", code], path=[double, REPO], env=QUIET).values
 

@@ -22,6 +22,7 @@ import pytest
 import skyrl_r3
 from contract_tests import canned
 from contract_tests.replies import ASKS, FRAME, FRAME_TYPE, NESTED, PACKED, URL, Read, read
+from skyrl_r3 import notes
 
 PROMPT = [3, 1, 4, 1, 5]
 RESPONSE = [9, 2, 6]
@@ -435,6 +436,16 @@ class ServerContract:
         assert found.routes is None
         assert found.encoding != FRAME
         assert not served.requests[0][1].flat_logprobs
+
+    async def test_a_note_is_said_by_a_server_with_the_flag_alone(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        said: list[str] = []
+        monkeypatch.setattr(notes.logger, "warning", said.append)  # vLLM, when it is imported, changes logging.
+        monkeypatch.setattr(notes, "_noted", ["SkyRL was edited"])
+        monkeypatch.setattr(notes, "_said", set())
+        self.app(engine(LOGPROBS, routed_experts=None), enable_return_routed_experts=False)
+        assert said == []
+        self.app(engine(LOGPROBS))
+        assert said == ["SkyRL was edited"]
 
     @pytest.mark.parametrize("wanted", ["packed", ["frame/99"], [], [1], {"packed": 1}, ["FRAME/1"], 5, True])
     async def test_encodings_that_the_server_does_not_know_are_a_client_error(self, wanted: Any) -> None:

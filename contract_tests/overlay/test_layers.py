@@ -21,6 +21,7 @@ MODULES = sorted(
 BELOW = {
     "__init__": set(),
     "autoload": set(),
+    "lacking": set(),
     "errors": set(),
     "metrics": {"autoload"},
     "codec": {"errors"},
@@ -36,11 +37,12 @@ BELOW = {
     "wire": {"errors", "frame", "packed", "reply"},
     "batch": {"codec", "errors", "padding", "routes"},
     "hooks": set(),
-    "hooks.client": {"errors", "metrics", "policy", "reply", "routes", "trace", "wire"},
+    "hooks.client": {"errors", "metrics", "notes", "policy", "reply", "routes", "trace", "wire"},
     # On the hooks of SkyRL 0.3, of which SkyRL 0.4 needs a part.
-    "hooks.client_04": {"errors", "frame", "hooks.client", "metrics", "packed", "policy", "reply", "wire"},
+    "hooks.client_04": {"errors", "frame", "hooks.client", "metrics", "notes", "packed", "policy", "reply", "wire"},
     "hooks.generator": {"errors", "metrics", "routes", "trace"},
     "hooks.preprocess": {"batch", "errors", "padding", "routes"},
+    "hooks.refuse": set(),
     "hooks.tap": set(),
     "hooks.engine": {"errors", "spec", "wire"},
     "hooks.server": {
@@ -50,6 +52,7 @@ BELOW = {
         "hooks.engine",
         "hooks.tap",
         "metrics",
+        "notes",
         "packed",
         "reply",
         "spec",
@@ -58,8 +61,27 @@ BELOW = {
     "sources": set(),
     "manifest": {"errors", "sources"},
     "ledger": {"errors", "manifest"},
-    "overlay": {"autoload", "errors", "ledger", "manifest", "policy"},
+    "notes": set(),
+    "overlay": {"autoload", "errors", "lacking", "ledger", "manifest", "notes", "policy"},
     "loader": {"overlay"},
+    "aside": set(),
+    "terminal": set(),
+    "requirements": {"__init__", "aside"},
+    "installation": {
+        "__init__",
+        "autoload",
+        "errors",
+        "manifest",
+        "metrics",
+        "overlay",
+        "policy",
+        "requirements",
+        "wire",
+    },
+    "importing": {"aside", "installation", "manifest"},
+    "probe": {"checks", "errors", "installation", "policy", "probe_verdict", "wire"},
+    "probe_verdict": {"installation", "wire"},
+    "cluster": {"aside", "installation"},
     "bench": set(),
     "bench.cases": set(),
     "bench.pipe": set(),
@@ -83,16 +105,17 @@ BELOW = {
     },
     "bench.report": {"bench.plan", "bench.targets"},
     "commands": set(),
-    "commands.bench": {"bench", "bench.pipe", "bench.report", "bench.run"},
+    "commands.bench": {"bench", "commands", "bench.pipe", "bench.report", "bench.run"},
     "commands.demo": set(),
     "commands.inspect": set(),
-    "commands.status": set(),
+    "commands.status": {"aside", "cluster", "commands.status_report", "importing", "installation", "probe", "terminal"},
+    "commands.status_report": {"importing", "installation"},
     "cli": {"commands.bench", "commands.demo", "commands.inspect", "commands.status"},
-    "__main__": {"cli"},
+    "__main__": {"cli", "lacking"},
 }
 # Imports inside functions are counted as well, but for these: what is imported at every start of the interpreter
 # may only reach for the rest of the package when it is needed.
-LATE = {("autoload", "loader"), ("__init__", "metrics")}
+LATE = {("autoload", "loader"), ("autoload", "lacking")}
 
 
 def imports(module: str, *, late: bool) -> set[str]:

@@ -237,6 +237,16 @@ def test_drift_error_names_target_expected_found_and_version() -> None:
         assert part in str(error)
 
 
+@pytest.mark.parametrize(("version", "told"), [("0.3.0", True), ("0.3.7", False)])
+def test_a_checkout_that_has_the_number_of_the_release_before_it(version: str, told: bool) -> None:
+    """SkyRL's main called itself 0.3.0 for weeks, with other signatures. That number alone would look supported."""
+    found: dict[str, Found | None] = dict.fromkeys([target.name for target in MANIFEST.targets])
+    error = manifest.Plan(version=version, manifest=MANIFEST, found=found).error()
+    assert error is not None
+    assert ("not the SkyRL that was released as 0.3.0" in error.hint) is told
+    assert "Use SkyRL 0.3.0 as released" in error.hint
+
+
 def test_drift_error_of_an_absent_target_and_of_several() -> None:
     found: dict[str, Found | None] = {
         t.name: None if t.module in (PREPROCESS, TRAINER) else Found(signature=t.signature, sha256=t.sha256)
@@ -255,6 +265,16 @@ def test_only_the_text_differs_is_edited_and_fits() -> None:
     plan = manifest.Plan(version="0.3.7", manifest=MANIFEST, found=found)
     assert plan.error() is None
     assert all(plan.edited(target) for target in MANIFEST.targets)
+    count = len(MANIFEST.targets)
+    assert plan.warning().startswith(
+        f"{count} of the {count} functions that skyrl-r3 patches are not as in SkyRL 0.3.0"
+    )
+    assert f"{MANIFEST.targets[0].name} and {count - 1} more" in plan.warning()
+
+
+def test_what_is_as_released_needs_no_warning() -> None:
+    found: dict[str, Found | None] = {t.name: Found(signature=t.signature, sha256=t.sha256) for t in MANIFEST.targets}
+    assert manifest.Plan(version="0.3.0", manifest=MANIFEST, found=found).warning() == ""
 
 
 def test_overlay_errors_are_of_the_one_tree() -> None:

@@ -54,7 +54,7 @@ class Cluster:
                 peers[side] = stack.enter_context(Peer(python, script, role, env=env))
                 peers[side].start()
         self.direct = {side: server.ask("address") for side, server in self.servers.items()}
-        self.routed = {side: _router(stack, url) for side, url in self.direct.items()}
+        self.routed = {side: router_of(stack, url) for side, url in self.direct.items()}
 
     def generate(self, client: str, server: str, way: str, **batch: Any) -> Any:
         """What the client returns, and which encodings the server has written for it."""
@@ -64,7 +64,7 @@ class Cluster:
         return output, self.servers[server].ask("encodings")
 
 
-def _router(stack: ExitStack, url: str) -> str:
+def router_of(stack: ExitStack, url: str) -> str:
     ports = []
     for _ in range(2):
         with socket.socket() as sock:

@@ -44,6 +44,37 @@ def client_end(flag):
 among = TestOverlay().among
 
 
+# An edited SkyRL, as the double is
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_a_skyrl_that_fits_and_was_edited_is_told_when_routes_are_used(fake: Path, by_hand: bool) -> None:
+    """Not before: with the flag off nobody asked for the overlay."""
+    ran = run(
+        f"""
+        import io, logging
+        said = io.StringIO()
+        logging.basicConfig(stream=said, level=logging.WARNING)
+        import skyrl_r3
+        from skyrl_r3 import notes
+        {"pass" if by_hand else "skyrl_r3.enable()"}
+        import {PREPROCESS}, {UTILS}
+        {"skyrl_r3.enable()" if by_hand else "pass"}
+        before = said.getvalue()
+        notes.note("")
+        notes.say()
+        notes.say()
+        report(before=before, after=said.getvalue(), applied=states())
+        """,
+        path=[fake],
+    )
+    assert "WARNING" not in ran.values["before"]
+    assert among(ran.values["applied"], "applied") == CHEAP
+    count = len(TARGETS)
+    assert ran.values["after"].count(f"{count} of the {count} functions that skyrl-r3 patches are not as in SkyRL") == 1
+    assert ran.values["after"].count("WARNING") == 1
+
+
 # Order
 
 

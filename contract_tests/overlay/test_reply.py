@@ -297,6 +297,7 @@ def test_missing_routes(finish_reason: str | None) -> None:
     assert type(error) is MissingRoutesError
     assert error.field == "routed_experts"
     assert "enable-return-routed-experts" in error.hint
+    assert "a router strips the reply: see skyrl-r3 status --server" in error.hint
     assert "generator.inference_engine.enable_return_routed_experts" in error.hint
     assert repr(finish_reason) in error.got
 

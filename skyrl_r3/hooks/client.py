@@ -22,7 +22,7 @@ import aiohttp
 import numpy as np
 from yarl import URL
 
-from skyrl_r3 import metrics, policy, wire
+from skyrl_r3 import metrics, notes, policy, wire
 from skyrl_r3.errors import OverlayError, R3Error, ReplyError
 from skyrl_r3.reply import Reply
 from skyrl_r3.routes import RoutedExperts, as_token_array
@@ -95,6 +95,7 @@ def post(original: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any
                 where=where(bound.arguments),
                 hint="SkyRL 0.3 takes row i for token i. What a trajectory holds already is left out by itself.",
             )
+        notes.say()
         counted = metrics.Reply()
         policy.current()  # One that cannot be read is an error now, before anything is generated in vain.
         prompt, traces = as_token_array(request["token_ids"]), trajectory.get()
@@ -153,18 +154,6 @@ def generate_single(original: Callable[..., Awaitable[dict[str, Any]]]) -> Calla
     return _generate_single
 
 
-def refuse_post(original: Callable[..., Awaitable[Any]], error: R3Error) -> Callable[..., Awaitable[Any]]:
-    """Stand in for :func:`post` where the overlay cannot be applied: raise ``error`` if routes are asked for."""
-
-    @functools.wraps(original)
-    async def _post(*args: Any, **kwargs: Any) -> Any:
-        if any(isinstance(arg, str) and arg.endswith(GENERATE_PATH) for arg in (*args, *kwargs.values())):
-            raise error
-        return await original(*args, **kwargs)
-
-    return _post
-
-
 def asking(request: dict[str, Any], start: int = 0) -> dict[str, Any]:
     """``request`` with the encodings that this client reads, for the rows from ``start`` on."""
     asked = {**request, wire.ENCODINGS_FIELD: list(wire.ENCODINGS)}
@@ -190,12 +179,11 @@ def where(arguments: dict[str, Any]) -> str:
 
 def warn_if_slow(encoding: str, url: str) -> None:
     """Say once for each server that it sends nested lists."""
-    server = _server(url)
-    if encoding == wire.NESTED and server not in _slow_servers:
+    if encoding == wire.NESTED and (server := _server(url)) not in _slow_servers:
         _slow_servers.add(server)
         logger.warning(
             "The server at %s sends routed experts as nested lists, which is slow: skyrl-r3 is not active there. "
-            "Install it in the server's environment too.",
+            "Install it in the server's environment too; skyrl-r3 status --server URL tells more.",
             server,
         )
 

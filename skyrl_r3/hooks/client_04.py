@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from skyrl_r3 import frame, metrics, packed, policy
+from skyrl_r3 import frame, metrics, notes, packed, policy
 from skyrl_r3.errors import R3Error
 from skyrl_r3.hooks.client import Received, asking, body_of, start, taken_out, warn_if_slow, where
 from skyrl_r3.reply import Reply
@@ -35,6 +35,7 @@ def ask_for_frames(original: Callable[..., Awaitable[Any]]) -> Callable[..., Awa
         packing = given.get("packed_side_channels") and not request.get("return_sample_support")
         if not packing or not taken_out.get() or not url.endswith(GENERATE_PATH):
             return await original(*args, **kwargs)
+        notes.say()
         given["json"] = asking(request)
         policy.current()  # One that cannot be read is an error now, before anything is generated in vain.
         counted = metrics.Reply()
@@ -111,17 +112,5 @@ def generate(original: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable
         if isinstance(received, Received):
             result = dataclasses.replace(result, routed_experts=received.routes, response_logprobs=received.logprobs)
         return result
-
-    return generate
-
-
-def refuse_generate(original: Callable[..., Awaitable[Any]], error: R3Error) -> Callable[..., Awaitable[Any]]:
-    """Stand in for :func:`generate` where the overlay cannot be applied: raise ``error`` if routes are asked for."""
-
-    @functools.wraps(original)
-    async def generate(*args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("return_routed_experts"):
-            raise error
-        return await original(*args, **kwargs)
 
     return generate

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from fastapi import HTTPException, Request, Response
 
-from skyrl_r3 import codec, frame, metrics, packed, wire
+from skyrl_r3 import codec, frame, metrics, notes, packed, wire
 from skyrl_r3.errors import OverlayError, R3Error
 from skyrl_r3.hooks.engine import check_start, refuse_combinations, route_spec
 from skyrl_r3.hooks.tap import EngineTap
@@ -51,12 +51,12 @@ class PiecesResponse(Response):
 
 def add_custom_endpoints(original: Callable[..., None]) -> Callable[..., None]:
     """Replace SkyRL 0.3's ``VLLMServerActor._add_custom_endpoints``: its endpoints, with ours in front of one."""
-    return _replacement(original, (frame.FRAME, packed.PACKED, packed.NESTED))
+    return _replacement(original, wire.WRITTEN["add_custom_endpoints"])
 
 
 def add_packing_endpoints(original: Callable[..., None]) -> Callable[..., None]:
     """Replace SkyRL 0.4's ``VLLMServerActor._add_custom_endpoints``, as above."""
-    return _replacement(original, (frame.FRAME, packed.PACKED))
+    return _replacement(original, wire.WRITTEN["add_packing_endpoints"])
 
 
 def _replacement(original: Callable[..., None], encodings: Sequence[str]) -> Callable[..., None]:
@@ -69,6 +69,7 @@ def _replacement(original: Callable[..., None], encodings: Sequence[str]) -> Cal
         if not getattr(bound.arguments["cli_args"], "enable_return_routed_experts", False):
             return original(*args, **kwargs)
         engine = bound.arguments["engine"]
+        notes.say()
         refuse_combinations(bound.arguments["cli_args"], engine)
         metrics.export()
         routes = bound.arguments["app"].router.routes
@@ -81,18 +82,6 @@ def _replacement(original: Callable[..., None], encodings: Sequence[str]) -> Cal
             expected = f"an endpoint at {wire.GENERATE_PATH}"
             raise OverlayError("VLLMServerActor._add_custom_endpoints", expected=expected, got="none")
         _replace_endpoint(bound.arguments["app"], stock, tap, encodings, route_spec(engine))
-
-    return _add_custom_endpoints
-
-
-def refuse_custom_endpoints(original: Callable[..., None], error: R3Error) -> Callable[..., None]:
-    """Stand in for the above where the overlay cannot be applied: raise ``error`` if the flag is on."""
-
-    @functools.wraps(original)
-    def _add_custom_endpoints(*args: Any, **kwargs: Any) -> None:
-        if any(getattr(arg, "enable_return_routed_experts", False) is True for arg in (*args, *kwargs.values())):
-            raise error
-        return original(*args, **kwargs)
 
     return _add_custom_endpoints
 
