@@ -36,6 +36,16 @@ bounded TERM "$SKYRL_R3_ENV/bin/ruff" check .
 bounded TERM "$SKYRL_R3_ENV/bin/ruff" format --check .
 step "pyright"
 bounded TERM "$SKYRL_R3_ENV/bin/pyright" --pythonpath "$python"
+# Of the installed wheel: everything that it exports has a declared type.
+(cd "$work" && PATH="$work/env/0.3/bin:$PATH" bounded TERM "$SKYRL_R3_ENV/bin/pyright" --pythonpath "$python" \
+    --verifytypes skyrl_r3 --ignoreexternal >"$work/types.txt") || { cat "$work/types.txt"; exit 1; }
+grep "Type completeness score" "$work/types.txt"
+step "SkyRL's functions against patches/"
+for each in "$python" "$SKYRL_R3_PYTHON_04"; do
+    bounded TERM "$each" -m ci.anchors
+done
+step "package"
+bounded TERM bash "$here/package.sh"
 step "contract suite in an environment with nothing but what its codec part needs"
 bounded TERM "$SKYRL_R3_UV" venv -q --python "$SKYRL_R3_PY" "$work/bare"
 # In the releases of the other environments.
